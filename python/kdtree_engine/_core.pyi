@@ -1,0 +1,137 @@
+"""Types of the compiled module. Arrays are numpy, C-contiguous; other inputs are converted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+__version__: str
+
+class RequestOptions:
+    """Options of one request; every field is checked by `Engine.add_request`."""
+
+    max_tokens: int  # >= 0
+    stop_token_ids: list[int]  # generation ends with one of these, which is kept as the last token
+    ignore_eos: bool  # do not stop at the checkpoint's own eos ids
+    method: str  # "none" | "dflash" | "ddtree"; "" takes the engine's default
+    tree_budget: int  # 1..256 draft nodes below the root, 0: chosen each round ("auto")
+    tree_topk: int  # 1..256 candidates a depth, 0: as many as the budget
+    draft_temperature: float  # > 0, divides the drafter's logits; never changes the output
+    def __init__(
+        self,
+        max_tokens: int = 16,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        method: str = "",
+        tree_budget: int = 0,
+        tree_topk: int = 0,
+        draft_temperature: float = 1.0,
+    ) -> None: ...
+
+class Tree:
+    """A draft tree as verified; arrays are indexed by slot, slot 0 is the root."""
+
+    tokens: I32  # [n + 1] the root's is -1
+    parents: I32  # [n + 1] the root's is -1
+    depths: I32  # [n + 1]
+    first_child: I32  # [n + 1] -1: none
+    next_sibling: I32  # [n + 1] -1: none
+    visibility: npt.NDArray[np.bool_]  # [n + 1, n + 1]
+    logw: npt.NDArray[np.float64]  # [n + 1] log of the drafter's probability of the path
+    accepted: I32  # slots accepted this round, root first
+
+class StepOutput:
+    """What one round did for one request."""
+
+    request_id: int
+    token_ids: list[int]  # tokens committed by this round
+    accept_length: int  # tokens the target's forward committed, bonus included; 0 while prefilling
+    num_prefilled: int  # prompt tokens processed so far
+    prompt_length: int
+    finished: bool
+    finish_reason: str  # "", "stop", "length"
+    stop_token_id: int  # the token that stopped it, -1: none
+    root_token_id: int  # the tree's root: the last committed token before this round
+    tree: Tree | None  # None: a plain step or prefill
+    draft_ms: float
+    build_ms: float
+    verify_ms: float
+    commit_ms: float
+
+class Engine:
+    """A loaded model with its drafter, and the requests it is working on.
+
+    `model` and `drafter` are checkpoint folders. Raises RuntimeError for files that are missing, malformed
+    or not supported and ValueError for bad arguments, each naming the field and the value.
+    `progress(done_bytes, total_bytes)` is called while weights load.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        drafter: str | None = None,
+        device: str = "cpu",
+        *,
+        num_threads: int = 0,  # 0: one a core
+        max_model_len: int = 0,  # 0: the checkpoint's max_position_embeddings
+        max_num_seqs: int = 8,
+        prefill_chunk_size: int = 256,
+        latent_rms_norm_eps: float = 0.0,  # 0: as the checkpoint says
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None: ...
+    def add_request(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> int:
+        """Queues a request and returns its id. ValueError: empty prompt, id out of range, no room, bad option."""
+    def step(self) -> list[StepOutput]:
+        """One round for each active request (a prefill chunk or draft, build, verify, accept, commit)."""
+    def generate(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> list[StepOutput]:
+        """Adds one request and steps until it ends; the outputs of its rounds. Other requests advance too."""
+    def has_unfinished(self) -> bool: ...
+    def abort(self, request_id: int) -> bool:
+        """Ends a request at once; False when there is none of that id."""
+    def logits(self, token_ids: Sequence[int]) -> F32:
+        """float32 logits [n, vocab_size] after each of the n tokens."""
+    def tree_logits(
+        self, prefix_token_ids: Sequence[int], tokens: npt.ArrayLike, parents: npt.ArrayLike
+    ) -> F32:
+        """float32 logits [m, vocab_size] of each slot of a tree verified in one pass behind the prefix.
+
+        `tokens` [m] (slot 0 is the root and follows the prefix), `parents` [m] (-1 for the root)."""
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: target_forwards, draft_forwards, generated_tokens, prefill_tokens,
+        seconds by stage (draft_ms, build_ms, verify_ms, commit_ms, prefill_ms), active and waiting requests,
+        kv_tokens_free, verify_cost (list of (num_tokens, ms)), draft_cost_ms, model_bytes, num_threads, isa."""
+    def config(self) -> dict[str, Any]:
+        """model: vocab_size, hidden_size, num_hidden_layers, max_position_embeddings, eos_token_ids, ...;
+        drafter: None or block_size, mask_token_id, target_layer_ids, ...; max_model_len."""
+
+def build_tree(logprobs: F32, token_ids: I32, budget: int) -> dict[str, Any]:
+    """The DDTree of one request ([L, K] inputs, sorted by descending log-probability): a dict with the arrays of `Tree`."""
+
+def accept_tree(tokens: I32, first_child: I32, next_sibling: I32, target_tokens: I32) -> tuple[I32, int]:
+    """Greedy walk: accepted slots (root first) and the bonus token."""
+
+def inspect_checkpoint(folder: str) -> dict[str, Any]:
+    """Config and tensors of a checkpoint folder from its headers, with the faults found; loads no weights."""
+
+def measure_cpu(num_threads: int = 0) -> dict[str, Any]:
+    """Ceilings of this CPU: isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (last-level cache)."""
+
+# Every op of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).
+def op_rms_norm(x: F32, weight: F32, eps: float) -> F32: ...
+def op_linear(x: F32, weight: npt.NDArray[Any], scale: npt.NDArray[Any] | None = None) -> F32:
+    """x [T, K] times weight [N, K]: float32, bf16 as uint16 bits, or int4 as int32 [N, K/8] with scale bf16 bits [N, K/32]."""
+def op_topk_logprobs(logits: F32, k: int, temperature: float = 1.0) -> tuple[F32, I32]: ...
+def op_argmax(logits: F32) -> I32: ...
+def op_rope(x: F32, positions: I32, cos_sin: F32, interleaved: bool) -> F32: ...
+def op_silu_mul(gate_up: F32) -> F32: ...
+def op_moe_route(
+    logits: F32, bias: F32, top_k: int, n_group: int, topk_group: int, norm_topk_prob: bool, scale: float
+) -> tuple[I32, F32]: ...
+def op_mla_attention(q_latent: F32, q_rope: F32, latent: F32, parents: I32, prefix_len: int, scale: float) -> F32: ...
+def op_gqa_attention(
+    q: F32, k: F32, v: F32, context_len: int, causal: bool, window: int, scale: float
+) -> F32: ...
