@@ -1,0 +1,262 @@
+// The seam between the models and a device: every computation the engine asks for, one method an op.
+//
+// An op takes contiguous, row-major tensors in the device's memory, checks their shapes (backend/checks.h),
+// writes only its outputs and allocates nothing. Ops run in order on the back end's one stream.
+// Row independence: the bits of an output row depend on that row's inputs and the weights alone, never on
+// how many rows the call holds. Names of sizes: T rows (tokens) of a call, S sequences, V vocab_size.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace kdt {
+
+// Memory of a device, released with the object.
+struct Buffer {
+  std::shared_ptr<void> memory;
+  Tensor tensor;
+};
+
+// A matrix [out_features, in_features] in the host's memory, as the checkpoint stores it; any alignment.
+struct HostMatrix {
+  const uint8_t* data = nullptr;   // kFloat32, kBFloat16: [out, in]; kInt32: int4 nibbles, [out, in / 8]
+  const uint8_t* scale = nullptr;  // int4 only: bf16 [out, in / 32]
+  DType dtype = DType::kBFloat16;
+  int64_t out_features = 0;
+  int64_t in_features = 0;
+};
+
+// Weights in the back end's own layout; only the back end that made one can use it.
+class LinearWeight {
+ public:
+  virtual ~LinearWeight() = default;
+  int64_t out_features = 0;
+  int64_t in_features = 0;
+  int64_t bytes = 0;
+};
+
+// One expert's three matrices, or a layer's experts.
+struct HostExpert {
+  HostMatrix gate, up, down;
+};
+
+class ExpertsWeight {
+ public:
+  virtual ~ExpertsWeight() = default;
+  int64_t num_experts = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t bytes = 0;
+};
+
+// Cached rows of all layers of one model in the back end's own layout, in blocks of `block_size` positions.
+class KvCache {
+ public:
+  virtual ~KvCache() = default;
+  int64_t num_layers = 0;
+  int64_t num_blocks = 0;
+  int64_t block_size = 0;
+  int64_t bytes = 0;
+};
+
+// Which rows of a call belong to which sequence, and where their keys are. A row of a sequence is a slot of its
+// tree: slot s sits in the cache at row prefix_len + s, its ancestors are found through `parents`. Plain decoding is a tree
+// of one slot, a prefill chunk a tree that is a chain. All kInt32.
+struct SequenceRows {
+  Tensor row_begin;    // [S + 1] first row of each sequence; the last entry is T
+  Tensor prefix_len;   // [S] cached rows before slot 0, visible to every slot
+  Tensor block_table;  // [S, blocks] block of each run of block_size positions
+  Tensor parents;      // [T] parent's slot within the sequence, smaller than the slot; -1 for slot 0
+};
+
+struct RmsNormArgs {
+  Tensor x;       // [T, columns]; normalised are the weight's numel() columns from `column` on
+  Tensor weight;  // [n] f32
+  Tensor out;     // [T, n]
+  float eps = 0;
+  int64_t column = 0;
+};
+
+struct RopeTable {
+  Tensor cos_sin;  // [positions, rotary_dim] f32: rotary_dim / 2 cosines, then as many sines
+  bool interleaved = false;  // pairs (2i, 2i + 1), or (i, i + rotary_dim / 2)
+};
+
+// q[:, :, nope:] is rotated, q[:, :, :nope] goes through each head's W_UK; both are scaled by `scale`.
+struct MlaQueryArgs {
+  Tensor q;                      // [T, heads, nope + rope]
+  const LinearWeight* w_uk;      // heads matrices [kv_lora_rank, nope], stacked
+  RopeTable rope;
+  Tensor positions;              // [T] i32
+  float scale = 1;               // the softmax's
+  Tensor out;                    // [T, heads, kv_lora_rank + rope]
+};
+
+// Latent row of a position: RMSNorm(kv[:, :kv_lora_rank]) and the rotated key kv[:, kv_lora_rank:].
+struct MlaStoreArgs {
+  Tensor kv;        // [T, columns]; the row's kv_lora_rank + rope values start at `column`
+  int64_t column = 0;
+  Tensor norm_weight;  // [kv_lora_rank] f32
+  float eps = 0;
+  RopeTable rope;
+  Tensor positions;  // [T] i32
+  KvCache* cache = nullptr;
+  int64_t layer = 0;
+  SequenceRows rows;
+};
+
+// out[t, h] = sum over visible j of softmax_j(query[t, h] . latent[j]) * latent[j, :kv_lora_rank]; visible are the prefix,
+// the slot's ancestors and the slot itself, added up in position order.
+struct MlaAttentionArgs {
+  Tensor query;  // [T, heads, kv_lora_rank + rope], scaled
+  const KvCache* cache = nullptr;
+  int64_t layer = 0;
+  SequenceRows rows;
+  Tensor out;  // [T, heads, kv_lora_rank]
+};
+
+// Per-head RMSNorm, rotation, and storing of keys; values are stored as they are.
+struct GqaStoreArgs {
+  Tensor kv;            // [T, columns]; kv_heads * head_dim keys from `column` on, then as many values
+  int64_t column = 0;
+  Tensor k_norm;        // [head_dim] f32
+  float eps = 0;
+  RopeTable rope;
+  Tensor positions;     // [T] i32
+  KvCache* cache = nullptr;
+  int64_t layer = 0;
+  SequenceRows rows;
+};
+
+// Attention of a drafter's block over its cached context and the block itself.
+struct GqaAttentionArgs {
+  Tensor q;       // [T, heads, head_dim], before norm and rotation
+  Tensor q_norm;  // [head_dim] f32
+  float eps = 0;
+  RopeTable rope;
+  Tensor positions;  // [T] i32
+  float scale = 1;
+  bool causal = false;  // inside the block
+  int64_t window = 0;   // keys further back than window - 1 positions are not seen; 0: all are
+  const KvCache* cache = nullptr;
+  int64_t layer = 0;
+  SequenceRows rows;  // `parents` is not used: a block is no tree
+  Tensor out;         // [T, heads, head_dim]
+};
+
+struct MoeRouteArgs {
+  Tensor logits;  // [T, experts] f32
+  Tensor bias;    // [experts] f32, for the selection only
+  int64_t n_group = 1;
+  int64_t topk_group = 1;
+  bool norm_topk_prob = true;
+  float routed_scaling_factor = 1;
+  Tensor ids;      // [T, top_k] i32, greatest biased score first, equals by lower id
+  Tensor weights;  // [T, top_k] f32
+};
+
+struct MoeExpertsArgs {
+  Tensor x;        // [T, hidden_size]
+  Tensor ids;      // [T, top_k] i32; an id outside the experts adds nothing
+  Tensor weights;  // [T, top_k] f32
+  const ExpertsWeight* experts = nullptr;
+  Tensor out;  // [T, hidden_size]; the weighted sum is added in the order of ids
+};
+
+struct TopkLogprobsArgs {
+  Tensor logits;  // [R, V] f32
+  float temperature = 1;
+  Tensor logprobs;  // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf
+  Tensor ids;       // [R, k] i32, equals by lower id
+};
+
+// A tree per request: slot 0 is the root, slot i the i-th candidate in best-first order (ddtree paper, algorithm 1; ties:
+// docs/adr/0004). Slots past num_nodes are not written. All i32 but logw.
+struct TreeBuildArgs {
+  Tensor logprobs;      // [L, K] f32, each row descending
+  Tensor ids;           // [L, K]
+  int64_t budget = 0;   // most slots below the root
+  Tensor tokens;        // [>= budget + 1]; the root's is -1
+  Tensor parents;       // [>= budget + 1]; the root's is -1
+  Tensor depths;        // [>= budget + 1]
+  Tensor first_child;   // [>= budget + 1] -1: none
+  Tensor next_sibling;  // [>= budget + 1] -1: none
+  Tensor logw;          // [>= budget + 1] f64
+  Tensor num_nodes;     // [1] slots, root included
+};
+
+// Walks the tree from its root along the target's tokens as far as a child matches.
+struct TreeAcceptArgs {
+  Tensor tokens, first_child, next_sibling;  // [n] i32
+  Tensor target;                             // [n] i32, the target model's token after each slot
+  Tensor accepted;                           // [n] i32, accepted slots, root first
+  Tensor accept_length;                      // [1] i32, how many, root included
+  Tensor bonus_token;                        // [1] i32, the target's token after the last of them
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string name() const = 0;
+
+  // Memory and weights.
+  virtual Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) = 0;
+  virtual void upload(const Tensor& to, const void* from) = 0;
+  virtual void download(void* to, const Tensor& from) = 0;
+  virtual void synchronize() = 0;
+  // The matrices lie one under another in the result; all of one dtype and in_features.
+  virtual std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) = 0;
+  virtual std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) = 0;
+  virtual std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
+                                                  int64_t kv_lora_rank, int64_t rope_dim) = 0;
+  virtual std::unique_ptr<KvCache> make_gqa_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
+                                                  int64_t kv_heads, int64_t head_dim) = 0;
+
+  // Rows.
+  // out[t] = table[token_ids[t]]: table [V, H] bf16 or f32, token_ids [T] i32 within V, out [T, H] f32.
+  virtual void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) = 0;
+  virtual void rms_norm(const RmsNormArgs& args) = 0;
+  // residual += delta, then out = RMSNorm(residual) * weight. All [T, H].
+  virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
+                            const Tensor& out) = 0;
+  // x += y
+  virtual void add(const Tensor& x, const Tensor& y) = 0;
+  // gate_up [T, 2 I] -> out [T, I] = silu(gate) * up
+  virtual void silu_mul(const Tensor& gate_up, const Tensor& out) = 0;
+  // to[i, column : column + from's columns] = from[rows[i]]; rows [n] i32, from [T, C], to [n, columns].
+  virtual void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) = 0;
+
+  // Products: x [T, in], out [T, out]. head_linear: `heads` stacked matrices, x [T, heads, in], out [T, heads, out / heads].
+  virtual void linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) = 0;
+  virtual void head_linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) = 0;
+
+  // Attention and its cache.
+  virtual void mla_query(const MlaQueryArgs& args) = 0;
+  virtual void mla_store(const MlaStoreArgs& args) = 0;
+  virtual void mla_attention(const MlaAttentionArgs& args) = 0;
+  virtual void gqa_store(const GqaStoreArgs& args) = 0;
+  virtual void gqa_attention(const GqaAttentionArgs& args) = 0;
+  // Moves rows of every layer of one sequence: position to[i] gets what from[i] held. from, to [n] i32, ascending,
+  // to[i] <= from[i]; block_table [blocks] i32.
+  virtual void kv_compact(KvCache& cache, const Tensor& block_table, const Tensor& from, const Tensor& to) = 0;
+
+  // Experts.
+  virtual void moe_route(const MoeRouteArgs& args) = 0;
+  virtual void moe_experts(const MoeExpertsArgs& args) = 0;
+
+  // Choice and tree.
+  virtual void topk_logprobs(const TopkLogprobsArgs& args) = 0;
+  // ids[r] = the first greatest of logits[r]; -1 when the row holds no number.
+  virtual void argmax(const Tensor& logits, const Tensor& ids) = 0;
+  virtual void tree_build(const TreeBuildArgs& args) = 0;
+  virtual void tree_accept(const TreeAcceptArgs& args) = 0;
+};
+
+// "cpu". `num_threads` 0: one a core. Throws std::invalid_argument for a device this build does not know.
+std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
+
+}  // namespace kdt

@@ -1,0 +1,9 @@
+// The kernels for portable; CMake gives this file its instruction set.
+#define KDT_ISA_NAME "portable"
+#include "cpu/kernels_impl.h"
+
+namespace kdt::cpu {
+
+const Kernels& portable_kernels() { return kKernels; }
+
+}  // namespace kdt::cpu
