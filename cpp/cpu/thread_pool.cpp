@@ -13,9 +13,12 @@ inline void pause() {
 #endif
 }
 
-// Spins before a thread gives its core away (about 50 us) or goes to sleep (about 2 ms).
-constexpr int kSpins = 1000;
-constexpr int kYields = 200;
+// Spins before a thread offers its core to others (about 20 us), and offers before it sleeps (about 1 ms).
+constexpr int kSpins = 500;
+constexpr int kYields = 500;
+
+constexpr uint64_t kOpen = 1u << 16;
+constexpr uint64_t kJoined = kOpen - 1;
 
 }  // namespace
 
@@ -25,8 +28,8 @@ ThreadPool::ThreadPool(int num_threads) {
 
 ThreadPool::~ThreadPool() {
   stop_.store(true);
-  epoch_.fetch_add(1);
-  epoch_.notify_all();
+  state_.fetch_add(uint64_t{1} << 32);
+  state_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
@@ -39,36 +42,42 @@ void ThreadPool::take_tasks(int thread) {
 }
 
 void ThreadPool::run_shared(int64_t num_tasks, const void* context, Call call) {
+  // Nobody has joined a closed job, so nobody reads these while they change.
   context_ = context;
   call_ = call;
   num_tasks_ = num_tasks;
   next_task_.store(0, std::memory_order_relaxed);
-  busy_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
-  epoch_.fetch_add(1, std::memory_order_release);
-  epoch_.notify_all();
+  const uint64_t job = (state_.load(std::memory_order_relaxed) >> 32) + 1;
+  state_.store(job << 32 | kOpen, std::memory_order_release);
+  state_.notify_all();
   take_tasks(0);
-  for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; ++spins) {
+  state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  for (int spins = 0; (state_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
     spins < kSpins ? pause() : std::this_thread::yield();
   }
 }
 
 void ThreadPool::work(int thread) {
-  uint32_t seen = 0;
-  while (true) {
-    int spins = 0;
-    while (epoch_.load(std::memory_order_acquire) == seen) {
-      if (++spins < kSpins) {
+  uint64_t seen = 0;
+  int idle = 0;
+  while (!stop_.load(std::memory_order_relaxed)) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    if (state >> 32 == seen >> 32 || (state & kOpen) == 0) {
+      ++idle;
+      if (idle < kSpins) {
         pause();
-      } else if (spins < kSpins + kYields) {
+      } else if (idle < kSpins + kYields) {
         std::this_thread::yield();
       } else {
-        epoch_.wait(seen, std::memory_order_acquire);
+        state_.wait(state, std::memory_order_acquire);
       }
+      continue;
     }
-    ++seen;
-    if (stop_.load()) return;
+    if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+    seen = state;
+    idle = 0;
     take_tasks(thread);
-    busy_.fetch_sub(1, std::memory_order_release);
+    state_.fetch_sub(1, std::memory_order_release);
   }
 }
 

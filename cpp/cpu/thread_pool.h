@@ -41,13 +41,13 @@ class ThreadPool {
   void take_tasks(int thread);
 
   std::vector<std::thread> threads_;
-  // One op's job, published by `epoch_`.
+  // The job of one op. A thread joins it while it is open; the caller closes it when no task is left, so a
+  // thread that is late, or whose core is busy elsewhere, holds nobody up.
   const void* context_ = nullptr;
   Call call_ = nullptr;
   int64_t num_tasks_ = 0;
-  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};  // job number << 32 | open << 16 | threads that joined
   alignas(64) std::atomic<int64_t> next_task_{0};
-  alignas(64) std::atomic<int> busy_{0};
   std::atomic<bool> stop_{false};
 };
 

@@ -1,0 +1,71 @@
+// Ops that work on each row alone.
+#include <algorithm>
+#include <cstring>
+
+#include "backend/checks.h"
+#include "cpu/cpu_backend.h"
+
+namespace kdt::cpu {
+
+void CpuBackend::embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
+  check_embed(table, token_ids, out);
+  const int64_t hidden_size = table.dim(1);
+  const int32_t* ids = token_ids.data<int32_t>();
+  for (int64_t t = 0; t < token_ids.numel(); ++t) {
+    KDT_CHECK(ids[t] >= 0 && ids[t] < table.dim(0), "embed: token id ", ids[t], " at row ", t,
+              " is outside the vocabulary of ", table.dim(0));
+    float* row = out.data<float>() + t * hidden_size;
+    if (table.dtype() == DType::kFloat32) {
+      std::memcpy(row, table.data<float>() + ids[t] * hidden_size, hidden_size * sizeof(float));
+    } else {
+      const uint16_t* from = table.data<uint16_t>() + ids[t] * hidden_size;
+      for (int64_t i = 0; i < hidden_size; ++i) row[i] = bf16_to_float(from[i]);
+    }
+  }
+}
+
+void CpuBackend::rms_norm(const RmsNormArgs& args) {
+  check_rms_norm(args);
+  const int64_t n = args.weight.numel();
+  for_rows(args.x.dim(0), n, [&](int64_t row) {
+    kernels_.rms_norm(args.x.data<float>() + row * args.x.dim(1) + args.column, args.weight.data<float>(), n,
+                      args.eps, args.out.data<float>() + row * n);
+  });
+}
+
+void CpuBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
+                              const Tensor& out) {
+  check_add_rms_norm(residual, delta, weight, out);
+  const int64_t n = weight.numel();
+  for_rows(residual.dim(0), n, [&](int64_t row) {
+    float* sum = residual.data<float>() + row * n;
+    kernels_.add_scaled(1.0f, delta.data<float>() + row * n, n, sum);
+    kernels_.rms_norm(sum, weight.data<float>(), n, eps, out.data<float>() + row * n);
+  });
+}
+
+void CpuBackend::add(const Tensor& x, const Tensor& y) {
+  check_same_f32("add", x, y);
+  kernels_.add_scaled(1.0f, y.data<float>(), x.numel(), x.data<float>());
+}
+
+void CpuBackend::silu_mul(const Tensor& gate_up, const Tensor& out) {
+  check_silu_mul(gate_up, out);
+  const int64_t n = out.dim(1);
+  for_rows(out.dim(0), n * 16, [&](int64_t row) {
+    const float* gate = gate_up.data<float>() + row * 2 * n;
+    kernels_.silu_mul(gate, gate + n, n, out.data<float>() + row * n);
+  });
+}
+
+void CpuBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) {
+  check_gather_rows(from, rows, to, column);
+  const int64_t width = from.dim(1);
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const int32_t row = rows.data<int32_t>()[i];
+    KDT_CHECK(row >= 0 && row < from.dim(0), "gather_rows: row ", row, " of ", from.dim(0));
+    std::memcpy(to.data<float>() + i * to.dim(1) + column, from.data<float>() + row * width, width * sizeof(float));
+  }
+}
+
+}  // namespace kdt::cpu
