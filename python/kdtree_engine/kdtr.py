@@ -103,7 +103,8 @@ def _encode(name: str, array: Array) -> tuple[bytes, int, tuple[int, ...], bytes
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     """Writes `arrays` in their order.
 
-    Raises KdtrError naming the array that cannot be stored, OSError when the file cannot be written.
+    Raises KdtrError naming the array that cannot be stored, OSError when the file cannot be
+    written.
     """
     encoded = [_encode(name, array) for name, array in arrays.items()]
     table_bytes = sum(

@@ -1,0 +1,46 @@
+"""Top-k log-probabilities of rows of logits over the full vocabulary."""
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+
+def topk_logprobs(logits: npt.ArrayLike, k: int, temperature: float = 1.0) -> tuple[F32, I32]:
+    """The k greatest of each row, equals by lower id: log-probabilities [R, k] and ids [R, k].
+
+    `logits` [R, V] are divided by `temperature` in float32 first. A log-probability is logit - lse,
+    both float32; lse over all V is summed in float64 and rounded once. NaN counts as -inf. A row
+    whose greatest logit is not finite has no distribution: all its log-probabilities are -inf.
+    Raises ValueError unless 1 <= k <= V and temperature > 0.
+    """
+    x = np.array(logits, dtype=np.float32)
+    if not 1 <= k <= x.shape[-1]:
+        raise ValueError(f"k is {k}, want 1 to the {x.shape[-1]} columns of logits")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}, want a number above 0")
+    x /= np.float32(temperature)
+    x[np.isnan(x)] = -np.inf
+    greatest = x.max(axis=-1, keepdims=True)
+    has_distribution = np.isfinite(greatest)
+    shift = np.where(has_distribution, greatest, 0).astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        total = np.exp(x - shift).sum(axis=-1, keepdims=True)
+        lse = (np.log(total) + shift).astype(np.float32)
+        ids = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+        logprobs = np.take_along_axis(x, ids, axis=-1) - lse
+    logprobs[~np.broadcast_to(has_distribution, logprobs.shape)] = -np.inf
+    return logprobs, ids.astype(np.int32)
+
+
+def argmax(logits: npt.ArrayLike) -> I32:
+    """[R] the first greatest of each row, NaN left out; -1 where a row holds no number."""
+    x = np.array(logits, dtype=np.float32)
+    nan = np.isnan(x)
+    x[nan] = -np.inf
+    best = x.argmax(axis=-1)
+    # A row of NaN and -inf only: its first -inf is the greatest number in it.
+    lowest = np.isneginf(x.max(axis=-1))
+    best = np.where(lowest, (~nan).argmax(axis=-1), best)
+    return np.where(nan.all(axis=-1), -1, best).astype(np.int32)
