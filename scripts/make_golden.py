@@ -4,27 +4,28 @@ Needs torch and transformers (2.13.0 and 5.24.0 wrote the files there are) and i
 tests read what it wrote. The INT4 experts are unpacked to float32 first, so that both sides compute
 with the same weights.
 
-golden_deepseek_v3*.kdtr, from DeepseekV3ForCausalLM in float32, eager attention:
+golden_deepseek_v3*.kdtr, from DeepseekV3ForCausalLM in float32 (presets tiny, groups, plain):
     weights_xxh64 u64 [files]   checksums of the checkpoint the results belong to
     token_ids i32 [T]           a prompt
     logits f32 [T, vocab_size]  after each of its tokens
     features f32 [T, n * H]     hidden states after the layers of the drafter's taps
     tree_tokens, tree_parents i32 [m]  a draft tree behind the whole prompt; slot 0 follows it
     tree_logits f32 [m, vocab_size]    after each slot, by a 4-D mask and explicit positions
-golden_dflash*.kdtr, from MuseGlimmerAssistantModel, which is a DFlash drafter:
+golden_dflash.kdtr, from MuseGlimmerAssistantModel, which is a DFlash drafter (preset tiny):
     weights_xxh64               as above
     features f32 [S, n * H]     the features of S committed tokens
     block_embeddings f32 [b, H] the target's embeddings of the root and b - 1 masks
     hidden f32 [b, H]           the block's hidden states after the last norm
 """
-# mypy: ignore-errors (torch and transformers are no requirements of the project)
+# torch and transformers are no requirements of the project.
+# mypy: ignore-errors
 
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from make_tiny_model import BLOCK_SIZE, MASK_TOKEN, TAPS, VOCAB, Options, checksums, make
+from make_tiny_model import BLOCK_SIZE, MASK_TOKEN, PRESETS, TAPS, VOCAB, checksums, make
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -40,12 +41,10 @@ from kdtree_engine.reference.quant import dequantize
 from kdtree_engine.reference.tree import visibility
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
-TARGETS = {
-    "golden_deepseek_v3": Options(),
-    "golden_deepseek_v3_groups": Options(seed=10, n_group=4, topk_group=2),
-    "golden_deepseek_v3_plain": Options(
-        seed=20, no_q_lora=True, plain_rope=True, half_split_rope=True
-    ),
+TARGETS = {  # file: preset
+    "golden_deepseek_v3": "tiny",
+    "golden_deepseek_v3_groups": "groups",
+    "golden_deepseek_v3_plain": "plain",
 }
 PROMPT_LENGTH, CONTEXT_LENGTH = 24, 20
 TREE_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
@@ -160,13 +159,13 @@ def run_drafter(folder: Path, features: np.ndarray) -> dict[str, Array]:
 @torch.no_grad()
 def main() -> None:
     torch.set_num_threads(1)
-    for name, options in TARGETS.items():
+    for name, preset in TARGETS.items():
         with tempfile.TemporaryDirectory() as temporary:
-            folder = make(temporary, options)
+            folder = make(temporary, PRESETS[preset])
             arrays = run_target(folder)
             kdtr.write(DATA / f"{name}.kdtr", arrays)
             print(name, {n: a.shape for n, a in arrays.items()})
-            if options == Options():
+            if preset == "tiny":
                 features = arrays["features"]
                 assert isinstance(features, np.ndarray)
                 kdtr.write(DATA / "golden_dflash.kdtr", run_drafter(folder, features))

@@ -1,6 +1,7 @@
 """Writes a random checkpoint of the real architecture with a DFlash drafter, some 600 kB.
 
-    python scripts/make_tiny_model.py OUT [--n-group 2] [--no-q-lora] [--plain-rope] ...
+    python scripts/make_tiny_model.py OUT [--n-group 2 --topk-group 1] [--no-q-lora] ...
+    python scripts/make_tiny_model.py OUT --presets    # OUT/tiny, OUT/groups and so on, for tests
 
 Files are in Hugging Face layout. The same options give the same bytes on every machine: weights
 come from an integer hash of their names.
@@ -45,6 +46,13 @@ class Options:
 
 
 DEFAULT = Options()
+PRESETS = {
+    "tiny": DEFAULT,
+    "groups": Options(seed=10, n_group=4, topk_group=2),
+    "kimi_groups": Options(seed=10, n_group=4, topk_group=2, kimi=True, sliding=True),
+    "plain": Options(seed=20, no_q_lora=True, plain_rope=True, half_split_rope=True),
+    "nested": Options(seed=10, n_group=4, topk_group=2, nested=True, sliding=True),
+}
 
 
 def uniform(name: str, seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -283,8 +291,14 @@ def main() -> None:
             parser.add_argument(flag, action="store_true")
         else:
             parser.add_argument(flag, type=int, default=field.default)
+    parser.add_argument("--presets", action="store_true", help="write each preset to FOLDER/NAME")
     arguments = vars(parser.parse_args())
-    print(make(arguments.pop("folder"), Options(**arguments)))
+    folder = arguments.pop("folder")
+    if arguments.pop("presets"):
+        for name, options in PRESETS.items():
+            print(make(folder / name, options))
+    else:
+        print(make(folder, Options(**arguments)))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _checked(
     rising = lp[:, 1:] > lp[:, :-1]
     if rising.any():
         depth, rank = np.argwhere(rising)[0]
-        pair = lp[depth, rank : rank + 2].tolist()
+        pair = f"{lp[depth, rank]}, then {lp[depth, rank + 1]}"
         raise ValueError(f"logprobs[{depth}] is not descending at rank {rank}: {pair}")
     for depth, row in enumerate(ids):
         tokens, counts = np.unique(row[np.isfinite(lp[depth])], return_counts=True)
