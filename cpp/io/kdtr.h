@@ -24,8 +24,8 @@ struct KdtrArray {
   }
 };
 
-// Checks the whole file, checksums included; the views point into `file`. Throws Error naming the array
-// and the fault.
+// Checks the whole file, checksums included; the views point into `file`. Throws Error naming the
+// array and the fault.
 std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_bytes,
                                             const std::string& source);
 

@@ -1,4 +1,4 @@
-// Reader of safetensors files. It refuses exactly what the `safetensors` package refuses.
+// Reader of safetensors files.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,19 @@ struct SafetensorsView {
 
 // Parses a header and checks every offset against the data that follows it. Throws Error naming
 // the tensor and the fault. `source` is the name put into messages.
+//
+// It refuses what the `safetensors` package (0.8.0) refuses, and four oddities which that package
+// lets pass: a key twice in one object, a tensor or a dtype written as another JSON type, a
+// dimension over 2^63 - 1.
 std::map<std::string, SafetensorsView> parse_safetensors(const uint8_t* file, uint64_t file_bytes,
                                                          const std::string& source);
 
 // A checkpoint folder: `model.safetensors`, or the shards named by `model.safetensors.index.json`.
 class SafetensorsFolder {
  public:
-  // Throws Error: no file, a shard the index names is missing, a tensor in two shards or missing from the
-  // shard the index names, a tensor the index does not name, anything parse_safetensors refuses.
+  // Throws Error: neither or both of the two files, a shard the index names is missing, a tensor in
+  // two shards or missing from the shard the index names, a tensor the index does not name, a file
+  // `model-*.safetensors` the index does not name, anything parse_safetensors refuses.
   explicit SafetensorsFolder(const std::string& folder);
 
   // nullptr when there is no such tensor.
@@ -37,7 +42,14 @@ class SafetensorsFolder {
   uint64_t total_bytes() const;
   const std::string& folder() const { return folder_; }
 
+  // Copies a tensor's bytes to `out`, which holds `view.bytes`. Throws Error when its file has
+  // become shorter since; a load through `view.data` would end the process. `view` is one of
+  // tensors().
+  void read(const SafetensorsView& view, void* out) const;
+
  private:
+  void add_file(const std::string& name, const std::map<std::string, std::string>* weight_map);
+
   std::string folder_;
   std::vector<std::unique_ptr<MmapFile>> files_;
   std::map<std::string, SafetensorsView> tensors_;

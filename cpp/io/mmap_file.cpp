@@ -1,0 +1,67 @@
+#include "io/mmap_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+
+namespace kdt {
+
+MmapFile::MmapFile(const std::string& path) : path_(path) {
+  // O_NONBLOCK: opening a pipe must not wait for its writer.
+  fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  KDT_CHECK(fd_ >= 0, path, ": cannot open: ", std::strerror(errno));
+  std::string fault;
+  struct stat status{};
+  if (fstat(fd_, &status) != 0) {
+    fault = join("cannot read its size: ", std::strerror(errno));
+  } else if (!S_ISREG(status.st_mode)) {
+    fault = "not a regular file";
+  } else if (status.st_size > 0) {
+    size_ = static_cast<size_t>(status.st_size);
+    void* mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
+    if (mapping == MAP_FAILED) {
+      fault = join("cannot map ", size_, " bytes: ", std::strerror(errno));
+    } else {
+      data_ = static_cast<const uint8_t*>(mapping);
+    }
+  }
+  if (!fault.empty()) {
+    close(fd_);
+    throw Error(join(path, ": ", fault));
+  }
+}
+
+MmapFile::MmapFile(MmapFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      fd_(std::exchange(other.fd_, -1)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
+
+MmapFile::~MmapFile() {
+  if (data_ != nullptr) munmap(const_cast<uint8_t*>(data_), size_);
+  if (fd_ >= 0) close(fd_);
+}
+
+void MmapFile::read(size_t offset, size_t bytes, void* out) const {
+  KDT_CHECK(offset <= size_ && bytes <= size_ - offset, path_, ": read of ", bytes, " bytes at ",
+            offset, ", the file has ", size_);
+  size_t done = 0;
+  while (done < bytes) {
+    const ssize_t count =
+        pread(fd_, static_cast<char*>(out) + done, bytes - done, static_cast<off_t>(offset + done));
+    if (count < 0 && errno == EINTR) continue;
+    KDT_CHECK(count >= 0, path_, ": cannot read at ", offset + done, ": ", std::strerror(errno));
+    KDT_CHECK(count > 0, path_, ": the file became shorter while open: it ends at ", offset + done,
+              " of ", size_, " bytes");
+    done += static_cast<size_t>(count);
+  }
+}
+
+}  // namespace kdt
