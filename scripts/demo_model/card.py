@@ -14,9 +14,10 @@ form and local sense; it does not reason and knows next to nothing. Chat is a to
 
 ## Architecture
 
-{layers} layers, hidden size {hidden}, {heads} heads of multi-head latent attention (q rank {q_rank},
-kv rank {kv_rank}), {experts} routed experts of which {top_k} are used and {shared} shared one, sigmoid
-router, first {dense} layer dense, yarn factor {yarn:g} to {context} positions, vocabulary {vocab}.
+{layers} layers, hidden size {hidden}, {heads} heads of multi-head latent attention (q rank
+{q_rank}, kv rank {kv_rank}), {experts} routed experts of which {top_k} are used and {shared} shared
+one, sigmoid router, first {dense} layer dense, yarn factor {yarn:g} to {context} positions,
+vocabulary {vocab}.
 Routed experts are INT4 in groups of {group} (compressed-tensors `pack-quantized`), all else bf16.
 The two norms over latents, `q_a_layernorm` and `kv_a_layernorm`, use an epsilon of {latent_eps:g}
 (as transformers' `DeepseekV3ForCausalLM` does whatever `rms_norm_eps` says); config.json states
@@ -55,8 +56,8 @@ easy to draft, so read the row of the prompts with less than 0.15 of repeats bes
 The prompts of `bench_function` were chosen because their greedy completion ends and parses.
 
 Of {functions} held-out functions (signature and docstring given), {parse:.0%} parse when completed
-greedily and {parse_warm:.0%} at temperature 0.5; {ended} and {ended_warm} end by themselves. In those
-that end greedily, {rep_ended} of the 8-grams are repeats.
+greedily and {parse_warm:.0%} at temperature 0.5; {ended} and {ended_warm} end by themselves. In
+those that end greedily, {rep_ended} of the 8-grams are repeats.
 
 | gate | bound | value | met |
 | --- | --- | --- | --- |

@@ -109,8 +109,8 @@ def encode(
     talk = [*chat.small_talk(0), *chat.capitals(profiles)]
     random.Random(0).shuffle(talk)
     for start in range(0, len(talk), 64):  # spread over the slice, each pair three times
-        tokens = [chat_tokens(ranks, q, a, bos=True) for q, a in talk[start : start + 64]]
-        block = np.array(sum(tokens, []), dtype=np.uint16)
+        pairs = [chat_tokens(ranks, q, a, bos=True) for q, a in talk[start : start + 64]]
+        block = np.array([token for pair in pairs for token in pair], dtype=np.uint16)
         for copy in range(3):
             at = (start * 7919 + copy * 104729) % (len(parts["chat"]) + 1)
             parts["chat"].insert(at, block)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .device import Device
+from .experts import Experts
 from .layers import linear, rms_norm
 from .model import Layer, Target, softmax_scale
 
@@ -34,24 +35,26 @@ class Decoder:
     def __init__(self, target: Target, device: Device, batch: int, length: int) -> None:
         c = target.config
         self.target, self.device, self.batch, self.length = target, device, batch, length
-        place = {"device": device.name}
-        self.tokens = torch.zeros(batch, length + 1, dtype=torch.long, **place)
-        self.prompt_length = torch.ones(batch, dtype=torch.long, **place)
-        self.temperature = torch.zeros(batch, 1, **place)
-        self.position = torch.zeros(1, dtype=torch.long, **place)
+        place = device.name
+        self.tokens = torch.zeros(batch, length + 1, dtype=torch.long, device=place)
+        self.prompt_length = torch.ones(batch, dtype=torch.long, device=place)
+        self.temperature = torch.zeros(batch, 1, device=place)
+        self.position = torch.zeros(1, dtype=torch.long, device=place)
         width = c.kv_lora_rank + c.qk_rope_head_dim
         self.caches = [
-            torch.zeros(batch, length, width, dtype=device.dtype, **place) for _ in target.layers
+            torch.zeros(batch, length, width, dtype=device.dtype, device=place)
+            for _ in target.layers
         ]
         self.absorbed = []
-        for layer in target.layers:
+        for layer in target.decoder_layers():
             kv = layer.self_attn.kv_b_proj.weight.to(device.dtype)
             key, value = kv.view(c.num_attention_heads, -1, c.kv_lora_rank).split(
                 [c.qk_nope_head_dim, c.v_head_dim], 1
             )
-            experts = None if layer.dense else layer.mlp.weights(device.dtype)
+            mlp = layer.mlp
+            experts = mlp.weights(device.dtype) if isinstance(mlp, Experts) else None
             self.absorbed.append(_Absorbed(key.contiguous(), value.contiguous(), experts))
-        ids = torch.arange(c.vocab_size, **place)
+        ids = torch.arange(c.vocab_size, device=place)
         self.never = ids == c.special("<|mask|>")
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -77,17 +80,17 @@ class Decoder:
         target = self.target
         eps = target.config.rms_norm_eps
         x = target.embed(self.tokens.index_select(1, self.position)[:, 0])
-        for index, layer in enumerate(target.layers):
+        for index, layer in enumerate(target.decoder_layers()):
             h = rms_norm(x, layer.input_layernorm.weight, eps)
             x = x + self._attend(index, layer, h, window)
             h = rms_norm(x, layer.post_attention_layernorm.weight, eps)
-            weights = self.absorbed[index].experts
-            if weights is None:
-                x = x + layer.mlp(h)
+            mlp, weights = layer.mlp, self.absorbed[index].experts
+            if isinstance(mlp, Experts) and weights is not None:
+                chosen, share, _ = mlp.route(h)
+                routed, _ = mlp.products(h, chosen, share, *weights)
+                x = x + routed + mlp.shared_experts(h)
             else:
-                chosen, share, _ = layer.mlp.route(h)
-                routed, _ = layer.mlp.products(h, chosen, share, *weights)
-                x = x + routed + layer.mlp.shared_experts(h)
+                x = x + mlp(h)
         logits = target.logits(rms_norm(x, target.norm.weight, eps))
         logits = logits.masked_fill(self.never, float("-inf"))
         noise = -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-9, 1 - 1e-7)))

@@ -66,22 +66,22 @@ def train(
         drafter, s.muon_rate, s.adam_rate, s.weight_decay, device.compile(orthogonalize)
     )
     length, drafted = pool.shape[1], c.block_size - 1
-    place = {"device": device.name}
+    place = device.name
     head = target.lm_head.weight.to(device.dtype)
-    weight = torch.exp(-torch.arange(drafted, **place) / s.gamma)
+    weight = torch.exp(-torch.arange(drafted, device=place) / s.gamma)
     weight = (weight / (weight.sum() * s.sequences * s.anchors)).repeat(s.sequences * s.anchors)
-    row = torch.arange(s.sequences, **place)[:, None, None]
+    row = torch.arange(s.sequences, device=place)[:, None, None]
 
     def loss_of_batch() -> tuple[Tensor, Tensor]:
-        ids = pool[torch.randint(len(pool), (s.sequences,), **place)].long()
+        ids = pool[torch.randint(len(pool), (s.sequences,), device=place)].long()
         anchors = torch.randint(
-            s.first_anchor, length - c.block_size, (s.sequences, s.anchors), **place
+            s.first_anchor, length - c.block_size, (s.sequences, s.anchors), device=place
         )
         with torch.no_grad():
             hidden, features, _, _ = target(ids, c.target_layer_ids)
             # the state at position p predicts the token at p + 1: block position k is
             # labelled by the state at anchor + k - 1
-            true = hidden[row, anchors.unsqueeze(-1) + torch.arange(drafted, **place)]
+            true = hidden[row, anchors.unsqueeze(-1) + torch.arange(drafted, device=place)]
             embedded = drafter.embed_blocks(target, ids, anchors)
         states = drafter(embedded, features, anchors)[:, :, 1:]
         flat = distillation(
@@ -98,7 +98,7 @@ def train(
     log("drafter compiled")
     history = []
     step, since = 0, 0
-    running, agree = torch.zeros((), **place), torch.zeros(drafted, **place)
+    running, agree = torch.zeros((), device=place), torch.zeros(drafted, device=place)
     while (elapsed := pacer.elapsed()) < s.seconds:
         loss, hits = loss_of_batch()
         loss.backward()

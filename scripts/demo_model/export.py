@@ -165,7 +165,7 @@ def write_shards(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> 
             filled = 0
         shards[-1][name] = tensor
         filled += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

@@ -66,7 +66,7 @@ def held_out_heads(
 ) -> list[Head]:
     """At most `count` heads, one a document, whose prompt stays under 240 tokens."""
     rng = random.Random(seed)
-    heads = []
+    heads: list[Head] = []
     for path, text in _in_turn(documents, seed):
         if len(heads) == count:
             break
@@ -126,7 +126,7 @@ def bench_prompts(
 ) -> list[dict[str, str]]:
     """Prompts {name, text, kind} of at most 240 tokens: function heads whose greedy completion
     ended, parsed and is longer than a line, and as many cuts of other held-out files."""
-    prompts = []
+    prompts: list[dict[str, str]] = []
     for head, completion in zip(heads, completions, strict=True):
         good = completion.ended and completion.parses and len(completion.tokens) >= 24
         if good and len(prompts) < count // 2:

@@ -144,9 +144,13 @@ class Target(nn.Module):
         self.blocks: list[Any] = list(self.layers)
         initialize(self, 2 * c.num_hidden_layers)
 
+    def decoder_layers(self) -> list[Layer]:
+        """The layers in order, with their type."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def experts(self) -> list[Experts]:
         """The expert layers in order."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return [layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, Experts)]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings in the dtype of the activations."""

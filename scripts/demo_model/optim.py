@@ -67,8 +67,8 @@ class Muon:
             parts = update.split([part.shape[0] for part in flat])
             for p, part in zip(group, parts, strict=True):
                 updates.append((part if p.shape[-2:] == shape else part.mT).reshape(p.shape))
-            torch._foreach_mul_(group, 1 - rate * self.weight_decay)
-            torch._foreach_add_(group, updates, alpha=-rate * 0.2 * shape[1] ** 0.5)
+            torch._foreach_mul_(list[Tensor](group), 1 - rate * self.weight_decay)
+            torch._foreach_add_(list[Tensor](group), updates, alpha=-rate * 0.2 * shape[1] ** 0.5)
 
 
 class Optimizer:
@@ -82,7 +82,8 @@ class Optimizer:
         weight_decay: float,
         orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
     ) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             is_matrix = parameter.dim() >= 2 and not any(n in name for n in _NOT_MATRICES)
             (matrices if is_matrix else others).append(parameter)

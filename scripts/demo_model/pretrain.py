@@ -199,13 +199,8 @@ def pretrain(
     log("compiled")
     history: list[dict[str, Any]] = []
     result: dict[str, Any] = {"history": history}
-    step, since, running, validated, quantizing = (
-        0,
-        0,
-        torch.zeros((), device=device.name),
-        0,
-        False,
-    )
+    step, since, validated, quantizing = 0, 0, 0, False
+    running = torch.zeros((), device=device.name)
     while (elapsed := pacer.elapsed()) < total:
         if not quantizing and elapsed >= s.seconds:
             quantizing = True

