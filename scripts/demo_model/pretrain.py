@@ -44,8 +44,8 @@ class PretrainSettings:
 
 # Shares of the streams in a batch, first and in the last quarter of the time. `source` gets
 # what the others leave.
-FIRST_MIX = {"stdlib": 0.05, "docs": 0.07, "chat": 0.08}
-LAST_MIX = {"stdlib": 0.08, "docs": 0.08, "chat": 0.08}
+FIRST_MIX = {"stdlib": 0.06, "docs": 0.08, "chat": 0.08}
+LAST_MIX = {"stdlib": 0.08, "docs": 0.09, "chat": 0.08}
 
 
 class Sampler:
