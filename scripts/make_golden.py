@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from make_tiny_model import BLOCK_SIZE, MASK_TOKEN, PRESETS, TAPS, VOCAB, checksums, make
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -39,6 +38,7 @@ from kdtree_engine.kdtr import Array, BF16Array
 from kdtree_engine.reference.checkpoint import read_config, read_tensors, to_numpy
 from kdtree_engine.reference.quant import dequantize
 from kdtree_engine.reference.tree import visibility
+from make_tiny_model import BLOCK_SIZE, MASK_TOKEN, PRESETS, TAPS, VOCAB, checksums, make
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 TARGETS = {  # file: preset

@@ -55,8 +55,6 @@ import numpy as np
 import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).parent))
-from make_tiny_model import PRESETS, VOCAB, Options, checksums, make, uniform
-
 from kdtree_engine import kdtr
 from kdtree_engine.kdtr import Array, BF16Array, to_bf16
 from kdtree_engine.reference import moe, quant, rope
@@ -67,6 +65,7 @@ from kdtree_engine.reference.drafter import DraftModel
 from kdtree_engine.reference.model import TargetModel, chain
 from kdtree_engine.reference.topk import argmax, topk_logprobs
 from kdtree_engine.reference.tree import DraftTree, build_tree
+from make_tiny_model import PRESETS, VOCAB, Options, checksums, make, uniform
 
 Bundle = Mapping[str, Array]
 F32 = npt.NDArray[np.float32]
@@ -315,6 +314,7 @@ def route_bundles() -> Iterator[tuple[str, Bundle]]:
     coarse = np.round(logits)  # few distinct values, and no bias: many exact ties
     none = np.zeros(64, np.float32)
     yield "ties", route_bundle(coarse, none, 8)
+    coarse = coarse.copy()
     coarse[0] = 0  # all equal: the lowest ids
     yield "group_ties", route_bundle(coarse, none, 4, 8, 2)
 

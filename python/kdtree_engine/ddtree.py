@@ -46,7 +46,7 @@ def build_tree(
     from kdtree_engine import _core
 
     arrays = _core.build_tree(lp, ids, int(budget))
-    names = "tokens parents depths first_child next_sibling visibility logw".split()
+    names = ("tokens", "parents", "depths", "first_child", "next_sibling", "visibility", "logw")
     return DraftTree(**{n: arrays[n] for n in names}, rank=_ranks(arrays["parents"]))
 
 
@@ -101,7 +101,7 @@ def _checked(
 
 
 def _ranks(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The rank of each slot: how many siblings come before it, since ranks enter a tree in order."""
+    """The rank of each slot: how many siblings come before it; ranks enter a tree in order."""
     children = np.zeros(len(parents), np.int32)
     ranks = np.full(len(parents), -1, np.int32)
     for slot in range(1, len(parents)):

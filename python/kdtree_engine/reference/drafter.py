@@ -117,7 +117,7 @@ class DraftModel:
         self, layer: int, x: Floats, positions: npt.NDArray[np.int64]
     ) -> tuple[Floats, Floats]:
         name = f"layers.{layer}.self_attn"
-        shape = (len(x), -1, self.config["head_dim"])
+        shape = (len(x), self.config["num_key_value_heads"], self.config["head_dim"])
         k = (x @ self._weight(f"{name}.k_proj").T).reshape(shape)
         k = rms_norm(k, self._weight(f"{name}.k_norm"), self._eps)
         v = (x @ self._weight(f"{name}.v_proj").T).reshape(shape)

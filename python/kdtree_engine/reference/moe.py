@@ -79,8 +79,12 @@ def experts(
 
     `matrices`: gate, up [I, H] and down [H, I] of each expert.
     """
+    parts = np.zeros((*ids.shape, x.shape[1]), x.dtype)
+    for expert in np.unique(ids):
+        rows, choices = np.nonzero(ids == expert)
+        weighted = weights[rows, choices, None] * mlp(x[rows], *matrices[expert])
+        parts[rows, choices] = weighted
     out = np.zeros_like(x)
-    for row in range(len(x)):
-        for expert, weight in zip(ids[row], weights[row], strict=True):
-            out[row] += weight * mlp(x[row : row + 1], *matrices[expert])[0]
+    for choice in range(ids.shape[1]):
+        out += parts[:, choice]
     return out

@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+
+from kdtree_engine import ddtree, kdtr
+from kdtree_engine.reference import topk
+from kdtree_engine.reference import tree as reference
+from make_test_data import DATA
+
+LOGPROBS = np.log(np.array([[0.5, 0.25, 0.125], [0.75, 0.2, 0.01]], np.float32))
+IDS = np.array([[7, 3, 9], [1, 2, 3]], np.int64)
+ARRAYS = (
+    "tokens",
+    "parents",
+    "depths",
+    "first_child",
+    "next_sibling",
+    "visibility",
+    "logw",
+    "rank",
+)
+
+
+def compiled():
+    """The compiled module; tests that need it are skipped, visibly, before it is built."""
+    return pytest.importorskip("kdtree_engine._core", exc_type=ImportError)
+
+
+def same_tree(a, b):
+    for name in ARRAYS:
+        x, y = getattr(a, name), getattr(b, name)
+        assert x.dtype == y.dtype and np.array_equal(x, y), name
+
+
+def test_builds_and_accepts():
+    tree = ddtree.build_tree(LOGPROBS, IDS, 4)
+    assert isinstance(tree, ddtree.DraftTree)
+    assert tree.tokens.tolist() == [-1, 7, 1, 3, 1]
+    assert tree.parents.tolist() == [-1, 0, 1, 0, 3]
+    assert tree.num_nodes == 4
+    assert tree.positions(10).tolist() == [10, 11, 12, 11, 12]
+    assert ddtree.accept(tree, [3, 0, 0, 1, 42]) == ([0, 3, 4], 42)
+
+
+def test_float64_and_lists_are_taken():
+    tree = ddtree.build_tree(LOGPROBS.astype(np.float64).tolist(), IDS.tolist(), 4)
+    same_tree(tree, ddtree.build_tree(LOGPROBS, IDS, 4))
+
+
+def changed(array, at, value):
+    array = array.copy()
+    array[at] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((LOGPROBS[0], IDS, 4), r"logprobs has shape \(3,\), want \[L, K\]"),
+        ((IDS, IDS, 4), "logprobs has dtype int64"),
+        ((LOGPROBS, IDS[:1], 4), r"token_ids has shape \(1, 3\)"),
+        ((LOGPROBS, LOGPROBS, 4), "token_ids has dtype float32"),
+        ((LOGPROBS, changed(IDS, (0, 1), -1), 4), "token_ids holds -1"),
+        ((LOGPROBS, changed(IDS, (0, 1), 2**31), 4), "token_ids holds 2147483648"),
+        ((LOGPROBS, changed(IDS, (1, 1), 1), 4), r"token_ids\[1\] holds 1 twice"),
+        ((changed(LOGPROBS, (1, 2), np.nan), IDS, 4), r"logprobs\[1, 2\] is nan"),
+        ((LOGPROBS[:, ::-1], IDS, 4), r"logprobs\[0\] is not descending at rank 0"),
+        ((LOGPROBS, IDS, -1), "budget is -1"),
+        ((LOGPROBS, IDS, 1.5), "budget is 1.5"),
+        ((LOGPROBS, IDS, True), "budget is True"),
+        ((LOGPROBS, IDS, 257, "cpu"), "budget is 257, backend 'cpu' takes at most 256"),
+        ((LOGPROBS, IDS, 4, "gpu"), "backend is 'gpu'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ddtree.build_tree(*arguments)
+
+
+def test_the_reference_takes_any_budget():
+    logprobs = -np.arange(300, dtype=np.float32)[None]
+    assert ddtree.build_tree(logprobs, np.arange(300)[None], 300).num_nodes == 300
+
+
+@pytest.mark.parametrize("target", [[1, 2], [[1, 2, 3, 4, 5]], [0.5] * 5])
+def test_a_target_for_each_slot_is_needed(target):
+    with pytest.raises(ValueError, match="target_tokens has shape"):
+        ddtree.accept(ddtree.build_tree(LOGPROBS, IDS, 4), target)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("tree_*.kdtr")), ids=lambda p: p.stem)
+def test_the_compiled_builder_gives_the_bundles(path):
+    compiled()
+    case = kdtr.read(path)
+    budget = int(case["budget"][0])
+    tree = ddtree.build_tree(case["logprobs"], case["ids"], budget, backend="cpu")
+    for name in set(ARRAYS) - {"rank"}:
+        assert np.array_equal(getattr(tree, name), case[name]), name
+    same_tree(tree, ddtree.build_tree(case["logprobs"], case["ids"], budget))
+
+
+def test_the_compiled_builder_equals_the_reference_on_10000_rounded_inputs():
+    core = compiled()
+    rng = np.random.default_rng(11)
+    for _ in range(10_000):
+        depths, k = int(rng.integers(0, 9)), int(rng.integers(1, 33))
+        budget = int(rng.integers(0, 49))
+        logits = rng.standard_normal((depths, 64)) * rng.choice([1.0, 3.0, 8.0])
+        rounded = kdtr.to_bf16(logits).to_float32()
+        if rng.random() < 0.1:
+            rounded[rng.random(rounded.shape) < 0.7] = -np.inf
+        logprobs, ids = topk.topk_logprobs(rounded, k) if depths else (rounded[:, :k],) * 2
+        want = reference.build_tree(logprobs, ids, budget)
+        got = core.build_tree(logprobs, ids.astype(np.int32), budget)
+        for name in set(ARRAYS) - {"rank"}:
+            assert np.array_equal(got[name], getattr(want, name)), (name, logprobs, budget)
+
+
+@pytest.mark.parametrize("name", ["accept", "accept_wide"])
+def test_both_walks_give_the_bundles(name):
+    case = kdtr.read(DATA / f"{name}.kdtr")
+    links = [case[n] for n in ("tokens", "first_child", "next_sibling")]
+    zeros = np.zeros(len(case["tokens"]), np.int32)
+    tree = ddtree.DraftTree(
+        tokens=links[0], parents=case["parents"], depths=zeros, first_child=links[1],
+        next_sibling=links[2], visibility=zeros > 0, logw=zeros * 1.0, rank=zeros,
+    )  # fmt: skip
+    try:
+        from kdtree_engine import _core
+    except ImportError:
+        _core = None
+    for row, target in enumerate(case["target_tokens"]):
+        slots = case["accepted"][row, : case["accept_length"][row]].tolist()
+        bonus = int(case["bonus"][row])
+        assert ddtree.accept(tree, target) == (slots, bonus)
+        if _core is not None:
+            accepted, token = _core.accept_tree(*links, target)
+            assert (accepted.tolist(), token) == (slots, bonus)

@@ -1,0 +1,70 @@
+import math
+
+import numpy as np
+import pytest
+
+from kdtree_engine.reference.topk import argmax, topk_logprobs
+
+INF = float("inf")
+
+
+def test_log_probabilities_are_over_the_whole_vocabulary():
+    logits = np.log([[1.0, 4.0, 2.0, 1.0]])
+    logprobs, ids = topk_logprobs(logits, 2)
+    assert ids.tolist() == [[1, 2]]
+    assert np.allclose(np.exp(logprobs), [[0.5, 0.25]], rtol=1e-6)
+    assert logprobs.dtype == np.float32 and ids.dtype == np.int32
+
+
+def test_agrees_with_exact_sums():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((20, 3000)).astype(np.float32) * 8
+    logprobs, ids = topk_logprobs(logits, 50)
+    for row, lp, tokens in zip(logits, logprobs, ids, strict=True):
+        values = [float(x) for x in row]
+        order = sorted(range(len(values)), key=lambda i, v=values: (-v[i], i))[:50]
+        assert tokens.tolist() == order
+        top = max(values)
+        lse = np.float32(math.log(math.fsum(math.exp(x - top) for x in values)) + top)
+        assert np.array_equal(lp, np.array([np.float32(values[i]) - lse for i in order]))
+
+
+def test_equals_go_by_lower_id_whatever_the_sign_of_zero():
+    logits = np.array([[2, 5, 5, 0, 5], [0.0, -0.0, 0.0, -0.0, 0.0]], np.float32)
+    _, ids = topk_logprobs(logits, 4)
+    assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+
+
+def test_masked_and_nan_logits_come_last():
+    logprobs, ids = topk_logprobs([[-INF, 0.0, np.nan, 0.0, -INF]], 4)
+    assert ids.tolist() == [[1, 3, 0, 2]]
+    assert np.allclose(logprobs, [[math.log(0.5)] * 2 + [-INF] * 2])
+
+
+@pytest.mark.parametrize("row", [[-INF] * 3, [np.nan] * 3, [np.nan, -INF, -INF], [0, INF, 1]])
+def test_a_row_without_a_distribution_has_no_finite_log_probability(row):
+    logprobs, ids = topk_logprobs([row], 2)
+    assert logprobs.tolist() == [[-INF, -INF]]
+    assert len(set(ids[0])) == 2
+
+
+def test_temperature_divides_the_logits():
+    logits = np.array([[3.0, 1.0, 2.0]], np.float32)
+    assert np.array_equal(topk_logprobs(logits, 3, 0.25)[0], topk_logprobs(logits * 4, 3)[0])
+
+
+def test_large_logits_do_not_overflow():
+    logprobs, _ = topk_logprobs([[3e38, -3e38, 1e38], [-1e4, -1e4, -1e4]], 3)
+    assert logprobs[0, 0] == 0 and np.isfinite(logprobs[0, 1])
+    assert np.allclose(logprobs[1], -math.log(3), atol=1e-3)  # float32 of 1e4 is this coarse
+
+
+@pytest.mark.parametrize("k, temperature", [(0, 1), (4, 1), (2, 0), (2, -1), (2, np.nan)])
+def test_refuses_what_has_no_meaning(k, temperature):
+    with pytest.raises(ValueError, match=r"k is|temperature is"):
+        topk_logprobs(np.zeros((1, 3)), k, temperature)
+
+
+def test_argmax_takes_the_first_greatest_number():
+    rows = [[1, 3, 3], [np.nan, 2, 1], [np.nan, -INF, -INF], [np.nan] * 3, [1, INF, np.nan]]
+    assert argmax(rows).tolist() == [1, 1, 1, -1, 1]
