@@ -1,4 +1,4 @@
-"""Makes the modules of scripts/ importable: tests use the tiny models and the test data's makers."""
+"""Makes the modules of scripts/ importable: the makers of tiny models and of test data."""
 
 import sys
 from pathlib import Path
