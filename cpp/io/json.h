@@ -18,6 +18,8 @@ struct Json {
   // Integers are uint64_t, those with a minus sign int64_t; other numbers are double.
   std::variant<std::nullptr_t, bool, int64_t, uint64_t, double, std::string, Array, Object> value;
 
+  bool operator==(const Json&) const = default;
+
   template <typename T>
   const T* get_if() const {
     return std::get_if<T>(&value);

@@ -18,6 +18,8 @@ struct RopeConfig {
   double mscale = 1.0;
   double mscale_all_dim = 0.0;
   int64_t original_max_position_embeddings = 0;
+
+  bool operator==(const RopeConfig&) const = default;
 };
 
 struct ModelConfig {
@@ -43,7 +45,8 @@ struct ModelConfig {
   bool norm_topk_prob = true;
   double routed_scaling_factor = 1.0;
   double rms_norm_eps = 1e-6;
-  double latent_rms_norm_eps = 1e-6;  // q_a_layernorm and kv_a_layernorm (kimi-specific trap, see config.cpp)
+  double latent_rms_norm_eps =
+      1e-6;  // q_a_layernorm and kv_a_layernorm (the rule is in config.cpp)
   int64_t max_position_embeddings = 0;
   bool tie_word_embeddings = false;
   bool rope_interleave = true;
@@ -51,8 +54,8 @@ struct ModelConfig {
   int64_t int4_group_size = 0;  // 0: no quantization_config
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;
-  std::string tensor_prefix;   // "model." or "language_model.model."
-  std::string lm_head_name;    // "lm_head.weight" or "language_model.lm_head.weight"
+  std::string tensor_prefix;  // "model." or "language_model.model."
+  std::string lm_head_name;   // "lm_head.weight" or "language_model.lm_head.weight"
 
   bool is_moe_layer(int64_t layer) const {
     return n_routed_experts > 0 && layer >= first_k_dense_replace && layer % moe_layer_freq == 0;
@@ -74,18 +77,23 @@ struct DraftConfig {
   int64_t block_size = 0;               // the anchor and block_size - 1 drafted positions
   std::vector<int64_t> target_layer_ids;
   int64_t mask_token_id = 0;
-  std::vector<bool> layer_causal;       // [num_hidden_layers] causal inside the block
-  std::vector<int64_t> layer_window;    // [num_hidden_layers] sliding window in tokens, 0: none
-  std::string tensor_prefix;            // "" or "model."
+  std::vector<bool> layer_causal;     // [num_hidden_layers] causal inside the block
+  std::vector<int64_t> layer_window;  // [num_hidden_layers] sliding window in tokens, 0: none
+  std::string
+      tensor_prefix;  // "" or "model."; config.json does not tell, so the parser leaves it ""
 };
 
-// Reads `folder`/config.json (and generation_config.json for the stop ids). Throws Error naming the file, the key and
-// the value for anything missing, of the wrong type, out of range or not supported.
+// Reads `folder`/config.json (and generation_config.json for the stop ids). Throws Error naming the
+// file, the key and the value for anything missing, of the wrong type, out of range or not
+// supported.
 ModelConfig load_model_config(const std::string& folder);
 DraftConfig load_draft_config(const std::string& folder);
 
 // The same from the text of config.json; `source` is the name put into messages.
 ModelConfig parse_model_config(const std::string& text, const std::string& source);
 DraftConfig parse_draft_config(const std::string& text, const std::string& source);
+// The stop ids of a generation_config.json, which join those of config.json.
+std::vector<int64_t> parse_generation_eos(const std::string& text, const std::string& source,
+                                          int64_t vocab_size);
 
 }  // namespace kdt
