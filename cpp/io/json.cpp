@@ -1,6 +1,7 @@
 #include "io/json.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -82,6 +83,13 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   std::vector<Json> open_;  // the containers around the place in the text, outermost first
 };
 
+// Shortest digits that read back as the same number, and never those of an integer.
+std::string number_text(double value) {
+  char buffer[32];
+  std::string text(buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr);
+  return text.find_first_of(".e") == text.npos ? text + ".0" : text;
+}
+
 void print(std::ostringstream& out, const Json& json) {
   if (out.tellp() > static_cast<std::streamoff>(kMaxText)) return;
   if (const auto* array = json.get_if<Json::Array>()) {
@@ -109,7 +117,7 @@ void print(std::ostringstream& out, const Json& json) {
   } else if (const auto* integer = json.get_if<uint64_t>()) {
     out << *integer;
   } else if (const auto* number = json.get_if<double>()) {
-    out << *number;
+    out << number_text(*number);
   } else {
     out << "null";
   }

@@ -1,0 +1,182 @@
+#include <algorithm>
+
+#include "check.h"
+#include "io/temp_dir.h"
+#include "model/config.h"
+
+using kdt::DraftConfig;
+using kdt::parse_draft_config;
+
+namespace {
+
+// Kimi-K2.5's drafter with three layers. `changes` is text that goes before the other keys;
+// `without` is left out.
+std::string drafter(
+    const std::string& changes = "", const std::vector<std::string>& without = {},
+    const std::string& dflash = R"("target_layer_ids":[1,12,24],"mask_token_id":163838)") {
+  const std::vector<std::pair<std::string, std::string>> keys = {
+      {"architectures", "[\"DFlashDraftModel\"]"},
+      {"model_type", "\"qwen3\""},
+      {"vocab_size", "163840"},
+      {"hidden_size", "7168"},
+      {"intermediate_size", "18432"},
+      {"num_hidden_layers", "3"},
+      {"num_attention_heads", "64"},
+      {"num_key_value_heads", "8"},
+      {"head_dim", "128"},
+      {"rms_norm_eps", "1e-06"},
+      {"rope_theta", "50000"},
+      {"rope_scaling",
+       R"({"rope_type":"yarn","factor":64.0,"original_max_position_embeddings":4096})"},
+      {"max_position_embeddings", "262144"},
+      {"hidden_act", "\"silu\""},
+      {"attention_bias", "false"},
+      {"block_size", "8"},
+      {"num_target_layers", "61"},
+      {"use_sliding_window", "false"},
+      {"sliding_window", "null"}};
+  std::string text = "{" + changes;
+  for (const auto& [key, value] : keys) {
+    if (std::find(without.begin(), without.end(), key) != without.end()) continue;
+    text += (text.size() > 1 ? ",\"" : "\"") + key + "\":" + value;
+  }
+  return text + ",\"dflash_config\":{" + dflash + "}}";
+}
+
+DraftConfig parse(const std::string& text) { return parse_draft_config(text, "drafter"); }
+
+// The key with this value instead of its own is refused with both in the message.
+void refuses(const std::string& key, const std::vector<std::string>& values) {
+  for (const std::string& value : values) {
+    const std::string changes = value == "-" ? "" : "\"" + key + "\":" + value;
+    EXPECT_THROWS("drafter: " + key + " is " + (value == "-" ? "missing" : value),
+                  parse(drafter(changes, {key})));
+  }
+}
+
+const std::string kTaps = R"("target_layer_ids":[1,12,24],"mask_token_id":163838,)";
+
+}  // namespace
+
+KDT_TEST(reads_the_numbers_of_a_drafter) {
+  const DraftConfig c = parse(drafter());
+  EXPECT_EQ(c.vocab_size, 163840);
+  EXPECT_EQ(c.hidden_size, 7168);
+  EXPECT_EQ(c.intermediate_size, 18432);
+  EXPECT_EQ(c.num_hidden_layers, 3);
+  EXPECT_EQ(c.num_attention_heads, 64);
+  EXPECT_EQ(c.num_key_value_heads, 8);
+  EXPECT_EQ(c.head_dim, 128);
+  EXPECT_EQ(c.rms_norm_eps, 1e-6);
+  EXPECT_EQ(c.block_size, 8);
+  EXPECT_EQ(c.mask_token_id, 163838);
+  EXPECT(c.target_layer_ids == (std::vector<int64_t>{1, 12, 24}));
+  EXPECT_EQ(c.max_position_embeddings, 262144);
+  EXPECT(c.rope.yarn);
+  EXPECT_EQ(c.rope.mscale, 1.0);
+  EXPECT_EQ(c.rope.mscale_all_dim, 0.0);
+  EXPECT(c.layer_window == std::vector<int64_t>(3, 0));
+  EXPECT(c.layer_causal == std::vector<bool>(3, false));
+  EXPECT_EQ(parse(drafter("", {"max_position_embeddings"})).max_position_embeddings, 0);
+}
+
+KDT_TEST(keys_of_the_block_may_stand_at_the_top_or_in_dflash_config) {
+  const DraftConfig top = parse(drafter(R"("target_layer_ids":[5],"mask_token_id":9)", {}, ""));
+  EXPECT(top.target_layer_ids == std::vector<int64_t>{5});
+  EXPECT_EQ(top.mask_token_id, 9);
+  EXPECT_EQ(parse(drafter("", {"block_size"}, kTaps + R"("block_size":16)")).block_size, 16);
+  EXPECT_EQ(parse(drafter("", {}, kTaps + R"("block_size":8)")).block_size, 8);
+  EXPECT_THROWS("drafter: dflash_config.block_size is 16, the outer one is 8",
+                parse(drafter("", {}, kTaps + R"("block_size":16)")));
+  EXPECT_THROWS("drafter: block_size is missing", parse(drafter("", {"block_size"})));
+  EXPECT_THROWS("drafter: mask_token_id is missing",
+                parse(drafter("", {}, R"("target_layer_ids":[1])")));
+  EXPECT_THROWS("drafter: target_layer_ids is missing",
+                parse(drafter("", {}, R"("mask_token_id":1)")));
+  EXPECT_THROWS("drafter: dflash_config.markov_rank is 256, a key this engine does not know",
+                parse(drafter("", {}, kTaps + R"("markov_rank":256)")));
+}
+
+KDT_TEST(reads_sliding_layers) {
+  const std::string types =
+      R"("layer_types":["sliding_attention","full_attention","sliding_attention"])";
+  const std::vector<std::string> qwen = {"use_sliding_window", "sliding_window"};
+  const DraftConfig c = parse(drafter(types + R"(,"sliding_window":12)", qwen));
+  EXPECT(c.layer_window == (std::vector<int64_t>{12, 0, 12}));
+  EXPECT(c.layer_causal == (std::vector<bool>{true, false, true}));
+  EXPECT(parse(drafter(types + R"(,"sliding_window":12)", qwen, kTaps + R"("causal":false)"))
+             .layer_causal == std::vector<bool>(3, false));
+  EXPECT(parse(drafter("\"is_causal\":true")).layer_causal == std::vector<bool>(3, true));
+
+  EXPECT_THROWS("drafter: sliding_window is null, layer_types names sliding_attention",
+                parse(drafter(types)));
+  EXPECT_THROWS("drafter: use_sliding_window is false, layer_types names",
+                parse(drafter(types + R"(,"sliding_window":12)", {"sliding_window"})));
+  EXPECT_THROWS("drafter: layer_types is [\"full_attention\"], want one for each of the 3 layers",
+                parse(drafter(R"("layer_types":["full_attention"])")));
+  EXPECT_THROWS("drafter: layer_types is [",
+                parse(drafter(R"("layer_types":["full_attention","x","y"])")));
+  EXPECT_THROWS("drafter: use_sliding_window is true",
+                parse(drafter("\"use_sliding_window\":true", {"use_sliding_window"})));
+  refuses("sliding_window", {"0", "-1", "\"12\""});
+}
+
+KDT_TEST(reads_the_window_of_dflash_config) {
+  const std::string types =
+      R"("layer_types":["sliding_attention","full_attention","sliding_attention"])";
+  const std::string swa = kTaps + R"("use_swa":true,"swa_window_size":40)";
+  EXPECT(parse(drafter("", {}, swa)).layer_window == std::vector<int64_t>(3, 40));
+  EXPECT(parse(drafter(types, {"use_sliding_window"}, swa)).layer_window ==
+         (std::vector<int64_t>{40, 0, 40}));
+  EXPECT(parse(drafter("", {}, kTaps + R"("use_swa":false,"swa_window_size":40)")).layer_window ==
+         std::vector<int64_t>(3, 0));
+  EXPECT_THROWS("drafter: dflash_config.swa_window_size is missing",
+                parse(drafter("", {}, kTaps + R"("use_swa":true)")));
+  EXPECT_THROWS("drafter: dflash_config.swa_window_size is 40, sliding_window is 12",
+                parse(drafter("\"sliding_window\":12", {"sliding_window"}, swa)));
+  EXPECT_THROWS(
+      "drafter: dflash_config.use_swa is true, layer_types names no sliding_attention",
+      parse(drafter(R"("layer_types":["full_attention","full_attention","full_attention"])", {},
+                    swa)));
+}
+
+KDT_TEST(refuses_numbers_that_are_missing_or_out_of_bounds) {
+  for (const char* key : {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                          "num_attention_heads", "num_key_value_heads", "head_dim", "block_size"}) {
+    refuses(key, {"-", "null", "0", "-8", "9223372036854775807", "8.5", "\"8\""});
+  }
+  refuses("num_key_value_heads", {"7", "65"});
+  refuses("head_dim", {"127"});
+  refuses("block_size", {"1", "257"});
+  refuses("rms_norm_eps", {"-", "0"});
+  refuses("max_position_embeddings", {"0"});
+  EXPECT_THROWS("dflash_config.mask_token_id is 163840",
+                parse(drafter("", {}, R"("target_layer_ids":[1],"mask_token_id":163840)")));
+  EXPECT_THROWS("dflash_config.target_layer_ids is [61], holds 61; want integers from 0 to 60",
+                parse(drafter("", {}, R"("target_layer_ids":[61],"mask_token_id":1)")));
+  EXPECT_THROWS("dflash_config.target_layer_ids is [-1]",
+                parse(drafter("", {}, R"("target_layer_ids":[-1],"mask_token_id":1)")));
+  EXPECT_THROWS("dflash_config.target_layer_ids is []",
+                parse(drafter("", {}, R"("target_layer_ids":[],"mask_token_id":1)")));
+}
+
+KDT_TEST(refuses_what_the_engine_does_not_compute) {
+  refuses("model_type", {"-", "\"llama\""});
+  refuses("architectures", {"[\"EagleModel\"]"});
+  refuses("hidden_act", {"\"gelu\""});
+  refuses("attention_bias", {"true"});
+  refuses("draft_vocab_size", {"32000"});
+  refuses("quantization_config", {"{\"bits\": 4}"});
+  EXPECT_THROWS(
+      "rope_scaling.rope_type is \"linear\"",
+      parse(drafter(R"("rope_scaling":{"rope_type":"linear","factor":2})", {"rope_scaling"})));
+}
+
+KDT_TEST(loads_a_folder) {
+  const kdt::test::TempDir dir;
+  dir.write("config.json", drafter());
+  EXPECT_EQ(kdt::load_draft_config(dir.path(".")).block_size, 8);
+  EXPECT_THROWS("nowhere/config.json: cannot open", kdt::load_draft_config(dir.path("nowhere")));
+}
+
+KDT_TEST_MAIN
