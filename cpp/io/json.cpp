@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <utility>
 
 #include "core/error.h"
 
@@ -34,7 +35,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   bool end_array() override { return close(); }
 
   bool key(std::string& value) override {
-    std::get<Json::Object>(open_.back().value).emplace_back(std::move(value), Json{});
+    std::get<Json::Object>(open_.back().value).push_back({std::move(value), {}});
     return true;
   }
 
@@ -60,7 +61,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     } else if (auto* array = std::get_if<Json::Array>(&open_.back().value)) {
       array->push_back(std::move(value));
     } else {
-      std::get<Json::Object>(open_.back().value).back().second = std::move(value);
+      std::get<Json::Object>(open_.back().value).back().value = std::move(value);
     }
     return true;
   }

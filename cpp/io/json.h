@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <variant>
 #include <vector>
 
@@ -12,24 +11,32 @@ namespace kdt {
 
 struct Json {
   using Array = std::vector<Json>;
-  using Object =
-      std::vector<std::pair<std::string, Json>>;  // in the order of the text, no key twice
+  struct Member;
+  using Object = std::vector<Member>;  // in the order of the text, no key twice
 
   // Integers are uint64_t, those with a minus sign int64_t; other numbers are double.
   std::variant<std::nullptr_t, bool, int64_t, uint64_t, double, std::string, Array, Object> value;
 
-  bool operator==(const Json&) const = default;
-
   template <typename T>
-  const T* get_if() const {
-    return std::get_if<T>(&value);
-  }
-  bool is_null() const { return value.index() == 0; }
+  const T* get_if() const;
+  bool is_null() const;
   // nullptr when this is no object or has no such key.
   const Json* find(std::string_view key) const;
   // For messages: the value as JSON, cut after some 60 characters.
   std::string text() const;
 };
+
+struct Json::Member {
+  std::string key;
+  Json value;
+};
+
+template <typename T>
+const T* Json::get_if() const {
+  return std::get_if<T>(&value);
+}
+
+inline bool Json::is_null() const { return value.index() == 0; }
 
 // Throws Error with `source` in front for anything that is not one JSON value in UTF-8, for a key
 // twice in one object and for more than 127 levels.

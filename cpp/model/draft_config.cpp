@@ -15,11 +15,12 @@ constexpr int64_t kMaxWindow = kMaxPositions;
 // Some drafters write a key at the top, some in dflash_config. Returns the reader that has it; both
 // must agree.
 const ConfigReader& holder(const ConfigReader& top, const ConfigReader& dflash, const char* key) {
-  const Json *outer = top.find(key), *inner = dflash.find(key);
-  if (outer != nullptr && inner != nullptr && !(outer->value == inner->value)) {
-    dflash.fail(key, "the outer one is " + outer->text());
+  if (dflash.find(key) == nullptr) return top;
+  if (top.find(key) != nullptr &&
+      top.integers(key, 0, INT64_MAX) != dflash.integers(key, 0, INT64_MAX)) {
+    dflash.fail(key, "the outer one is " + top.find(key)->text());
   }
-  return inner != nullptr ? dflash : top;
+  return dflash;
 }
 
 // [num_hidden_layers] sliding window in tokens, 0 for a layer that sees everything.

@@ -31,8 +31,8 @@ KDT_TEST(reads_each_kind_of_value) {
 KDT_TEST(keeps_the_order_of_keys) {
   const Json json = parse(R"({"z": 1, "a": 2})");
   const auto& members = *json.get_if<Json::Object>();
-  EXPECT_EQ(members[0].first, "z");
-  EXPECT_EQ(members[1].first, "a");
+  EXPECT_EQ(members[0].key, "z");
+  EXPECT_EQ(members[1].key, "a");
 }
 
 KDT_TEST(refuses_a_key_twice_in_one_object) {
