@@ -3,7 +3,7 @@ import pytest
 
 from kdtree_engine.reference.decode import DFlash, generate, generate_with_tree
 from kdtree_engine.reference.drafter import DraftModel
-from kdtree_engine.reference.model import TargetModel
+from kdtree_engine.reference.model import TargetModel, chain
 from make_tiny_model import PRESETS, VOCAB, make
 
 PROMPT = [7, 301, 44, 44, 120, 9]
@@ -18,10 +18,12 @@ class Foreknowing:
     def __init__(self, future, depth=7):
         self.future, self.depth, self.committed = future, depth, 0
         self.rng = np.random.default_rng(5)
+        self.features = []
 
     def extend(self, features, tokens):
         assert len(features) == len(tokens)
         self.committed += len(tokens)
+        self.features.append(features)
 
     def logits(self, root_token):
         at = self.committed - len(PROMPT)
@@ -60,6 +62,11 @@ def test_long_accepted_paths_change_no_token(models, budget, top_k):
     assert tokens == plain[:LENGTH]
     if budget >= 64:
         assert max(accepted) > 2
+    # What the drafter was told of is what one pass over the text gives.
+    told = np.concatenate(proposer.features)
+    text = (PROMPT + plain)[: len(told)]
+    once = target.forward(text, chain(len(text)), target.new_cache()).features([0])
+    assert np.allclose(told, once, rtol=0, atol=1e-10)
 
 
 def test_the_drafts_temperature_changes_no_token(models):

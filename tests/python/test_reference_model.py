@@ -60,6 +60,9 @@ def test_the_drafter_agrees_with_transformers(folder):
     drafter.extend(context, want["features"].astype(np.float64))
     hidden = drafter.forward(want["block_embeddings"].astype(np.float64), context)
     assert np.abs(hidden - want["hidden"]).max() < 1e-5
+    target = TargetModel(folder / "tiny")
+    logits = drafter.draft_logits(7, context, target)  # the root of the golden block
+    assert np.abs(logits - target.head(want["hidden"][1:].astype(np.float64))).max() < 1e-4
 
 
 def test_a_slot_gives_what_its_path_gives_as_a_chain(tiny):
@@ -107,6 +110,18 @@ def test_the_nested_layout_is_the_same_model(folder):
     assert np.array_equal(logits("nested"), logits("kimi_groups"))
     # The same weights as deepseek_v3, whose latent norms have another eps.
     assert np.abs(logits("groups") - logits("kimi_groups")).max() > 1e-3
+
+
+def test_experts_are_in_every_layer_that_the_frequency_names(folder, tmp_path):
+    source = folder / "tiny"
+    for file in source.glob("*"):
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"moe_layer_freq": 2}))
+    model = TargetModel(tmp_path)
+    with pytest.raises(KeyError, match=r"layers.1.mlp.gate_proj"):  # a dense layer then
+        model.forward(TOKENS, chain(len(TOKENS)), model.new_cache())
 
 
 def test_eps_of_the_latent_norms():

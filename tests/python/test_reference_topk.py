@@ -16,9 +16,12 @@ def test_log_probabilities_are_over_the_whole_vocabulary():
     assert logprobs.dtype == np.float32 and ids.dtype == np.int32
 
 
-def test_agrees_with_exact_sums():
+@pytest.mark.parametrize("coarse", [False, True])  # many ties
+def test_agrees_with_exact_sums(coarse):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((20, 3000)).astype(np.float32) * 8
+    if coarse:
+        logits = np.round(logits / 4)
     logprobs, ids = topk_logprobs(logits, 50)
     for row, lp, tokens in zip(logits, logprobs, ids, strict=True):
         values = [float(x) for x in row]

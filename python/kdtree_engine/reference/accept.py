@@ -37,9 +37,7 @@ def sample_tokens(
     p = np.exp(x - x.max(axis=-1, keepdims=True))
     cdf = np.cumsum(p, axis=-1)
     u = np.asarray(uniforms, dtype=np.float64)[:, None] * cdf[:, -1:]
-    # Rounding may leave no cumulative sum above u; the last possible token is meant then.
-    last = p.shape[-1] - 1 - (p[:, ::-1] > 0).argmax(axis=-1)
-    return np.minimum((cdf <= u).sum(axis=-1), last).astype(np.int32)
+    return (cdf <= u).sum(axis=-1).astype(np.int32)
 
 
 def accept_sampled(
