@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "io/utf8.h"
 
 namespace kdt {
 namespace {
@@ -48,9 +49,12 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     return close();
   }
 
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) override {
-    std::string what = error.what();
-    throw Error(join(source_, ": not valid JSON: ", what.substr(0, 300)));
+  bool parse_error(size_t position, const std::string&,
+                   const nlohmann::json::exception& error) override {
+    // The library quotes what it read last, which may be any bytes; a message is UTF-8.
+    const std::string what = std::string(error.what()).substr(0, 200);
+    throw Error(
+        join(source_, ": not valid JSON: ", is_utf8(what) ? what : join("byte ", position)));
   }
 
  private:

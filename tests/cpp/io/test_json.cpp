@@ -53,6 +53,18 @@ KDT_TEST(refuses_what_is_not_one_json_value) {
   }
 }
 
+KDT_TEST(a_message_is_utf8_whatever_the_text_is) {
+  for (int byte = 1; byte < 256; ++byte) {
+    for (const char* before : {"", "{\"", "{\"a\": 12"}) {
+      try {
+        parse(std::string(before) + static_cast<char>(byte) + "\xff");
+      } catch (const std::exception& error) {
+        EXPECT(kdt::is_utf8(error.what()));
+      }
+    }
+  }
+}
+
 KDT_TEST(refuses_more_than_127_levels) {
   EXPECT(!parse(nested(127)).is_null());
   EXPECT_THROWS("more than 127 levels", parse(nested(128)));
