@@ -1,6 +1,76 @@
-"""Makes the modules of scripts/ importable: the makers of tiny models and of test data."""
+"""Shared fixtures: models to test on. Makes the modules of scripts/ importable."""
 
+import base64
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import fake_core
+import pytest
+
+try:
+    import kdtree_engine._core
+except ImportError:
+    sys.modules["kdtree_engine._core"] = fake_core
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+SPECIAL = {"[BOS]": 500, "[EOS]": 509, "<|im_end|>": 510, "<|im_user|>": 501}
+SPECIAL |= {"<|im_assistant|>": 502, "<|im_system|>": 503, "<|im_middle|>": 504}
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_{{ message['role'] }}|>{{ message['role'] }}<|im_middle|>{{ message['content'] }}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_assistant|>assistant<|im_middle|>
+{%- endif -%}
+"""
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of the 256 bytes and a few merges, for a vocabulary of 512."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b"ld", b" world"]
+    lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens))
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(i): {"content": name, "special": True} for name, i in SPECIAL.items()}
+    settings = {"added_tokens_decoder": added, "bos_token": "[BOS]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """A folder with a tokenizer and a vocabulary size, but no weights."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512}))
+    return tmp_path
+
+
+@pytest.fixture
+def fake_engine(
+    monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path
+) -> Iterator[type[fake_core.Engine]]:
+    """Puts the fake in place of the compiled module; the default model is `tokenizer_folder`."""
+    from kdtree_engine import llm
+
+    engine = type("Engine", (fake_core.Engine,), {})
+    monkeypatch.setattr(llm, "_core", fake_core)
+    monkeypatch.setattr(fake_core, "Engine", engine)
+    monkeypatch.setitem(sys.modules, "kdtree_engine._core", fake_core)
+    monkeypatch.setattr("kdtree_engine._core", fake_core, raising=False)
+    monkeypatch.setenv("KDTREE_MODEL", str(tokenizer_folder))
+    (tokenizer_folder / "drafter").mkdir()
+    yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of the real architecture with drafter and tokenizer."""
+    import make_tiny_model
+
+    folder = make_tiny_model.make(tmp_path_factory.mktemp("tiny"))
+    write_tokenizer(folder)
+    return folder

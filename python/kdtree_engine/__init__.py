@@ -1,0 +1,48 @@
+"""DDTree speculative decoding for Kimi-K2-class models.
+
+`LLM` loads a model and continues prompts; `kdtree_engine.ddtree` builds and walks draft trees;
+`kdtree_engine.kdtr` reads and writes named arrays; `kdtree_engine.reference` restates every
+computation in numpy.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kdtree_engine.llm import LLM
+    from kdtree_engine.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from kdtree_engine.sampling_params import SamplingParams
+    from kdtree_engine.tokenizer import Tokenizer
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "Tokenizer",
+    "__version__",
+]
+
+try:
+    __version__ = version("kdtree-engine")
+except PackageNotFoundError:  # run from a source tree
+    __version__ = "0+unknown"
+
+_MODULE_OF = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "StreamChunk": "outputs",
+    "SamplingParams": "sampling_params",
+    "Tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use: kdtr and reference then need no compiled module."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,230 @@
+"""The command `kdtree`: generate, bench, inspect, tree."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kdtree_engine import cli_common as common
+from kdtree_engine.cli_bench import bench
+
+_TOP = """Decode Kimi-K2-class models with draft trees.
+
+The bundled model needs no download: kdtree generate "def fibonacci(n):"
+
+Each command has examples: kdtree COMMAND --help
+"""
+app = typer.Typer(help=_TOP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help='Text to continue; "-": stdin.')]
+app.command("bench")(bench)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from kdtree_engine import __version__
+
+        print(f"kdtree-engine {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+@common.errors_in_one_line
+def generate(
+    prompt: Prompt,
+    model: common.Model = None,
+    draft_model: common.DraftModel = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="none, dflash or ddtree.  [default: ddtree if there is a drafter]"),
+    ] = None,
+    tree_budget: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
+    ] = None,
+    tree_topk: common.TreeTopk = 0,
+    draft_temperature: common.DraftTemperature = 1.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end of text.")
+    ] = False,
+    chat: common.Chat = False,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
+    max_model_len: common.MaxModelLen = 0,
+    num_threads: common.NumThreads = 0,
+    device: common.Device = "cpu",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Continue a prompt and show how fast that went.
+
+    The text goes to standard output, everything else to standard error.
+
+    \b
+    Examples:
+      kdtree generate "def fibonacci(n):"
+      kdtree generate --method none "def fibonacci(n):"      # the same text, one token a forward
+      kdtree generate --tree-budget 16 --max-tokens 64 "class Stack:"
+      kdtree generate --chat "Write a Python function is_even(n)."
+      cat half.py | kdtree generate - --stop "class "
+      kdtree generate --json "import os" | jq .tokens_per_forward
+    """
+    from kdtree_engine.sampling_params import SamplingParams
+
+    text = common.read_prompt(prompt)
+    params = SamplingParams(max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
+    speculative = common.speculative_options(
+        draft_model, method, tree_budget, tree_topk, draft_temperature
+    )
+    llm = common.load(
+        model,
+        speculative,
+        quiet=as_json,
+        device=device,
+        num_threads=num_threads,
+        max_model_len=max_model_len,
+    )
+    terminal = sys.stdout.isatty() and not as_json
+    with common.start(llm, text, chat, system, params) as stream:
+        with common.prefill_bar(as_json) as show_prefill:
+            if terminal and not chat:
+                sys.stdout.write(f"\x1b[2m{common.printable(text)}\x1b[0m")
+            for chunk in stream:
+                show_prefill(chunk)
+                if not as_json:
+                    sys.stdout.write(common.printable(chunk.text) if terminal else chunk.text)
+                    sys.stdout.flush()
+        output = stream.output
+    if as_json:
+        print(json.dumps(_record(output)))
+        return
+    if not output.outputs[0].text.endswith("\n"):
+        print(flush=True)
+    print(_stats_line(output), file=sys.stderr)
+
+
+def _record(output: Any) -> dict[str, Any]:
+    completion, spec = output.outputs[0], output.spec
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "method": spec.method,
+        "tree_budget": spec.tree_budget,
+        "target_forwards": spec.target_forwards,
+        "tokens_per_forward": round(spec.tokens_per_forward, 4),
+        "tokens_per_second": round(spec.tokens_per_second, 2),
+        "accept_length_histogram": dict(sorted(spec.accept_length_histogram.items())),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _stats_line(output: Any) -> str:
+    completion, spec = output.outputs[0], output.spec
+    method = spec.method if spec.tree_budget is None else f"{spec.method} {spec.tree_budget}"
+    parts = [
+        f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
+        method,
+        f"{spec.tokens_per_second:.1f} tokens/s",
+        f"{spec.target_forwards} target forwards",
+        f"{spec.tokens_per_forward:.2f} tokens per forward",
+    ]
+    bars = histogram_bars(spec.accept_length_histogram)
+    return "[" + ", ".join(parts) + (f", accept lengths {bars}]" if bars else "]")
+
+
+def histogram_bars(histogram: dict[int, int]) -> str:
+    """A picture of the rounds by tokens committed, such as `1▃▁▇5`: one bar a length."""
+    if not histogram:
+        return ""
+    longest, most = max(histogram), max(histogram.values())
+    heights = "▁▂▃▄▅▆▇█"
+    bars = ""
+    for length in range(1, longest + 1):
+        count = histogram.get(length, 0)
+        bars += heights[(count * 8 - 1) // most if count * 8 > most else 0] if count else " "
+    return f"1|{bars}|{longest}"
+
+
+@app.command()
+@common.errors_in_one_line
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder or a KDTR file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a checkpoint or a KDTR file holds, and what is wrong with it.
+
+    Ends with status 1 when a fault was found. Loads no weights.
+
+    \b
+    Examples:
+      kdtree inspect ~/models/Kimi-K2-Instruct
+      kdtree inspect tests/data/tree_wide.kdtr
+      kdtree inspect DIR --json | jq .faults
+    """
+    from kdtree_engine.inspect_files import inspect_path
+
+    if not inspect_path(path, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+@common.errors_in_one_line
+def tree(
+    prompt: Prompt,
+    model: common.Model = None,
+    draft_model: common.DraftModel = None,
+    tree_budget: Annotated[int, typer.Option(metavar="N", help="Draft nodes.")] = 16,
+    tree_topk: common.TreeTopk = 0,
+    draft_temperature: common.DraftTemperature = 1.0,
+    after: Annotated[int, typer.Option(min=0, help="Rounds to skip first.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also write a picture to this file.")] = None,
+    chat: common.Chat = False,
+    num_threads: common.NumThreads = 0,
+    device: common.Device = "cpu",
+) -> None:
+    """Draw the draft tree of the next round and the path the target accepts.
+
+    Beside each token: the drafter's probability of the token at its depth, and of the whole path.
+
+    \b
+    Examples:
+      kdtree tree "def fibonacci(n):"
+      kdtree tree "def fibonacci(n):" --after 3 --tree-budget 32
+      kdtree tree "import numpy as" --svg tree.svg
+    """
+    from kdtree_engine import render
+    from kdtree_engine.sampling_params import SamplingParams
+
+    text = common.read_prompt(prompt)
+    if not 1 <= tree_budget <= 256:
+        raise ValueError(f"--tree-budget is {tree_budget}, want 1 to 256")
+    speculative = common.speculative_options(
+        draft_model, "ddtree", str(tree_budget), tree_topk, draft_temperature
+    )
+    llm = common.load(model, speculative, device=device, num_threads=num_threads)
+    params = SamplingParams(max_tokens=None)
+    drawn = None
+    with common.start(llm, text, chat, None, params) as stream:
+        trees = (chunk.step for chunk in stream if chunk.step.tree is not None)
+        for skipped, step in enumerate(trees):
+            if skipped == after:
+                drawn = render.drawing(step, llm.get_tokenizer())
+                break
+    if drawn is None:
+        raise ValueError(f"the text ended before round {after + 1}: use a smaller --after")
+    render.print_tree(drawn)
+    if svg is not None:
+        svg.write_text(render.to_svg(drawn), encoding="utf-8")
+        print(f"wrote {svg}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command; ends the process with its status."""
+    app(args=argv, prog_name="kdtree")

@@ -1,0 +1,301 @@
+"""`kdtree bench`: plain decoding, the chain and trees side by side on held-out prompts."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from kdtree_engine import cli_common as common
+
+if TYPE_CHECKING:
+    from kdtree_engine.llm import LLM
+    from kdtree_engine.outputs import RequestOutput
+
+PROMPTS_FILE = "heldout_prompts.json"
+_DEFAULT_BUDGETS = "8,16,32,64,256,auto"
+_WARM_UP_TOKENS = 16
+
+
+@dataclass
+class Setting:
+    """One way to decode, and what it did over all prompts."""
+
+    method: str
+    tree_budget: int | str | None
+    tokens: int = 0
+    target_forwards: int = 0
+    decoded_tokens: int = 0
+    decode_ms: float = 0.0
+    seconds: float = 0.0  # wall clock, prefill included
+    histogram: dict[int, int] = field(default_factory=dict)
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)  # prompts with other tokens than plain
+
+    @property
+    def name(self) -> str:
+        return self.method if self.tree_budget is None else f"{self.method} {self.tree_budget}"
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"method": self.method}
+        if self.tree_budget is not None:
+            options["tree_budget"] = self.tree_budget
+        return options
+
+    def add(self, output: "RequestOutput", seconds: float) -> None:
+        spec = output.spec
+        self.tokens += len(output.outputs[0].token_ids)
+        self.target_forwards += spec.target_forwards
+        self.decoded_tokens += spec.decoded_tokens
+        self.decode_ms += spec.timings["decode_ms"]
+        self.seconds += seconds
+        for length, count in spec.accept_length_histogram.items():
+            self.histogram[length] = self.histogram.get(length, 0) + count
+        for stage, milliseconds in spec.timings.items():
+            self.stage_ms[stage] = self.stage_ms.get(stage, 0.0) + milliseconds
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.decoded_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 * self.decoded_tokens / self.decode_ms if self.decode_ms > 0 else 0.0
+
+    def record(self, plain: "Setting") -> dict[str, Any]:
+        speedup = self.tokens_per_second / plain.tokens_per_second if plain.decode_ms > 0 else 0.0
+        return {
+            "method": self.method,
+            "tree_budget": self.tree_budget,
+            "tokens_per_forward": round(self.tokens_per_forward, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "speedup_over_plain": round(speedup, 4),
+            "identical_to_plain": not self.differing,
+            "differing_prompts": self.differing,
+            "tokens": self.tokens,
+            "target_forwards": self.target_forwards,
+            "seconds": round(self.seconds, 4),
+            "accept_length_histogram": dict(sorted(self.histogram.items())),
+            "timings_ms": {stage: round(ms, 3) for stage, ms in self.stage_ms.items()},
+        }
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One entry of a prompts file."""
+
+    name: str
+    text: str
+    kind: str
+
+
+def read_prompts(path: Path) -> list[BenchPrompt]:
+    """The prompts of a JSON file: a list of {"name", "text", "kind"}; errors name the entry."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name a prompts file with --prompts FILE")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: want a list with at least one prompt")
+    prompts = []
+    for index, entry in enumerate(entries):
+        fields = entry if isinstance(entry, dict) else {}
+        values = [fields.get(key, "") for key in ("name", "text", "kind")]
+        if not all(isinstance(v, str) for v in values) or not fields.get("text"):
+            raise ValueError(f"{path}: prompt {index} wants text fields name, text and kind")
+        prompts.append(BenchPrompt(values[0] or str(index), values[1], values[2]))
+    return prompts
+
+
+def settings_of(methods: str, budgets: str) -> list[Setting]:
+    """The settings that two comma-separated options stand for; plain decoding comes first."""
+    names = [m.strip() for m in methods.split(",") if m.strip()]
+    for name in names:
+        if name not in ("none", "dflash", "ddtree"):
+            raise ValueError(f"--methods has {name!r}, want none, dflash or ddtree")
+    settings = [Setting("none", None)]
+    if "dflash" in names:
+        settings.append(Setting("dflash", None))
+    if "ddtree" in names:
+        for text in budgets.split(","):
+            budget = common.parse_budget(text.strip())
+            if isinstance(budget, int) and not 1 <= budget <= 256:
+                raise ValueError(f"--budgets has {budget}, want 1 to 256 or auto")
+            settings.append(Setting("ddtree", budget))
+    return settings
+
+
+def measure(
+    llm: "LLM", prompts: list[BenchPrompt], settings: list[Setting], max_tokens: int
+) -> None:
+    """Runs every prompt under every setting and adds the results to the settings.
+
+    The settings take turns on each prompt, each prompt starting with another one, so that a change
+    in the machine's speed hits all alike.
+    """
+    from kdtree_engine.sampling_params import SamplingParams
+
+    warm_up = SamplingParams(max_tokens=min(max_tokens, _WARM_UP_TOKENS))
+    for setting in settings:
+        llm.generate(prompts[0].text, warm_up, speculative_config=setting.options())
+    params = SamplingParams(max_tokens=max_tokens)
+    console = common.stderr_console()
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("measuring", total=len(prompts) * len(settings))
+        for index, prompt in enumerate(prompts):
+            tokens: dict[int, list[int]] = {}
+            for turn in range(len(settings)):
+                which = (index + turn) % len(settings)
+                setting, start = settings[which], perf_counter()
+                output = llm.generate(prompt.text, params, speculative_config=setting.options())[0]
+                setting.add(output, perf_counter() - start)
+                tokens[which] = output.outputs[0].token_ids
+                bar.advance(task)
+            for which, setting in enumerate(settings):
+                if tokens[which] != tokens[0]:
+                    setting.differing.append(prompt.name)
+
+
+def machine_info(llm: "LLM") -> dict[str, Any]:
+    """What the numbers depend on."""
+    from kdtree_engine import __version__
+
+    stats = llm.stats()
+    return {
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "num_threads": stats.get("num_threads"),
+        "isa": stats.get("isa"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "kdtree_engine": __version__,
+        "verify_cost_ms": stats.get("verify_cost"),
+        "draft_cost_ms": stats.get("draft_cost_ms"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@common.errors_in_one_line
+def bench(
+    model: common.Model = None,
+    draft_model: common.DraftModel = None,
+    methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
+    budgets: Annotated[
+        str, typer.Option(help="Tree budgets, 1 to 256 or auto.")
+    ] = _DEFAULT_BUDGETS,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help=f"Prompts.  [default: {PROMPTS_FILE} in the model's folder]"
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Only the first N prompts.  [0: all]")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens a prompt.")
+    ] = 128,
+    num_threads: common.NumThreads = 0,
+    device: common.Device = "cpu",
+    arithmetic: Annotated[
+        bool,
+        typer.Option("--arithmetic", help="Compare plain decoding with the machine's ceilings."),
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
+    ] = None,
+) -> None:
+    """Compare plain decoding, the chain and draft trees on held-out prompts.
+
+    Ends with status 1 when a setting gave other tokens than plain decoding. Tokens per forward
+    count the target's forwards while decoding, prefill not included, and include the bonus token.
+
+    \b
+    Examples:
+      kdtree bench
+      kdtree bench --budgets 16,64 --limit 8 --json results.json
+      kdtree bench --methods none --arithmetic
+    """
+    from kdtree_engine.llm import default_model, find_drafter
+
+    settings = settings_of(methods, budgets)
+    folder = model or default_model()
+    if len(settings) > 1 and folder.is_dir() and find_drafter(folder, draft_model) is None:
+        raise ValueError(
+            f"{folder} has no drafter: name one with --draft-model, or use --methods none"
+        )
+    listed = read_prompts(prompts or folder / PROMPTS_FILE)
+    listed = listed[:limit] if limit else listed
+    speculative = common.speculative_options(draft_model, None if len(settings) > 1 else "none")
+    llm = common.load(model, speculative, device=device, num_threads=num_threads)
+    measure(llm, listed, settings, max_tokens)
+    _print_table(settings, len(listed), max_tokens)
+    report = {
+        "model": folder.resolve().name,
+        "prompts": len(listed),
+        "max_tokens": max_tokens,
+        "machine": machine_info(llm),
+        "settings": [s.record(settings[0]) for s in settings],
+    }
+    if arithmetic:
+        from kdtree_engine import cli_arithmetic
+
+        result = cli_arithmetic.of_plain(llm, settings[0], _mean_context(llm, listed, settings[0]))
+        cli_arithmetic.show(result)
+        report["arithmetic"] = asdict(result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    wrong = [s for s in settings if s.differing]
+    for setting in wrong:
+        print(
+            f"kdtree: error: {setting.name} gave other tokens than plain decoding on "
+            f"{len(setting.differing)} of {len(listed)} prompts, first {setting.differing[0]!r}",
+            file=sys.stderr,
+        )
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> float:
+    """Tokens in the KV cache during a step of plain decoding, on average."""
+    tokenizer = llm.get_tokenizer()
+    lengths = [len(tokenizer.encode(p.text, add_bos=tokenizer.add_bos)) for p in prompts]
+    return sum(lengths) / len(lengths) + plain.tokens / len(prompts) / 2
+
+
+def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int) -> None:
+    table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each")
+    table.add_column("setting")
+    for name in ("tokens per forward", "tokens/s", "speed-up over plain"):
+        table.add_column(name, justify="right")
+    table.add_column("identical to plain")
+    for setting in settings:
+        record = setting.record(settings[0])
+        table.add_row(
+            setting.name,
+            f"{setting.tokens_per_forward:.2f}",
+            f"{setting.tokens_per_second:.1f}",
+            f"{record['speedup_over_plain']:.2f}",
+            "yes" if record["identical_to_plain"] else "NO",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,97 @@
+"""`kdtree inspect`: what a checkpoint folder or a KDTR file holds, and what is wrong with it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kdtree_engine import kdtr
+
+
+def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> bool:
+    """Prints what is at `path`; whether it is free of faults.
+
+    Raises ValueError or OSError for what is neither a checkpoint folder nor a KDTR file.
+    """
+    console = console or Console(highlight=False)
+    if path.is_dir():
+        return _inspect_folder(path, as_json, console)
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic != b"KDTR":
+        raise ValueError(
+            f"{path} is not a KDTR file (it starts with {magic!r}): give one, or the folder of a "
+            "checkpoint"
+        )
+    entries = kdtr.read_table(path)
+    faults = []
+    try:
+        kdtr.read(path)  # compares the checksums
+    except kdtr.KdtrError as error:
+        faults.append(str(error))
+    rows = [
+        {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "offset": e.offset,
+         "bytes": e.bytes, "xxh64": f"{e.xxh64:016x}"}
+        for e in entries
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps({"arrays": rows, "bytes": path.stat().st_size, "faults": faults}))
+        return not faults
+    table = Table(title=Text(f"{path}, {path.stat().st_size:,} bytes"), title_justify="left")
+    for column in ("name", "dtype", "shape", "offset", "bytes", "xxh64"):
+        justify = "right" if column in ("offset", "bytes") else "left"
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(Text(_cell(value)) for value in row.values()))
+    console.print(table)
+    _print_faults(faults, console)
+    return not faults
+
+
+def _inspect_folder(folder: Path, as_json: bool, console: Console) -> bool:
+    from kdtree_engine import _core
+
+    reports = {"model": _core.inspect_checkpoint(str(folder))}
+    if (folder / "drafter").is_dir():
+        reports["drafter"] = _core.inspect_checkpoint(str(folder / "drafter"))
+    faults = [f"{part}: {fault}" for part, r in reports.items() for fault in r.get("faults", [])]
+    if as_json:
+        print(json.dumps({**reports, "faults": faults}))
+        return not faults
+    for part, report in reports.items():
+        table = Table(title=Text(f"{part}: {folder}"), title_justify="left", show_header=False)
+        table.add_column("field")
+        table.add_column("value", overflow="fold")
+        _add_rows(table, "", {k: v for k, v in report.items() if k != "faults"})
+        console.print(table)
+    _print_faults(faults, console)
+    return not faults
+
+
+def _add_rows(table: Table, prefix: str, value: Mapping[str, Any]) -> None:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            _add_rows(table, f"{prefix}{key}.", item)
+        else:
+            table.add_row(Text(f"{prefix}{key}"), Text(_cell(item)))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list) and not any(isinstance(v, dict | list) for v in value):
+        return "[" + ", ".join(str(v) for v in value) + "]"
+    return str(value)
+
+
+def _print_faults(faults: list[str], console: Console) -> None:
+    for fault in faults:
+        console.print(Text(f"fault: {fault}", style="red"))
+    if not faults:
+        console.print(Text("no faults found", style="green"))

@@ -1,0 +1,373 @@
+"""`LLM`: a loaded model that continues prompts, in the manner of vLLM's class of that name."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kdtree_engine import _core
+from kdtree_engine.outputs import RequestOutput, StreamChunk
+from kdtree_engine.outputs import Sequence as _Sequence
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.tokenizer import RANKS_FILE, Tokenizer
+
+Prompt = str | Mapping[str, Any]
+_CONFIG_KEYS = (
+    "method",
+    "model",
+    "tree_budget",
+    "tree_topk",
+    "draft_temperature",
+    "num_speculative_tokens",
+)
+
+
+def default_model() -> Path:
+    """The folder of the model used when none is named: $KDTREE_MODEL, else the bundled one."""
+    named = os.environ.get("KDTREE_MODEL")
+    return Path(named) if named else Path(__file__).parent / "models" / "k2-nano"
+
+
+def find_drafter(model: Path, named: str | os.PathLike[str] | None) -> Path | None:
+    """The drafter's folder: the one named, else `drafter` inside the model's folder, if there."""
+    if named is not None:
+        return Path(named)
+    inside = model / "drafter"
+    return inside if inside.is_dir() else None
+
+
+class LLM:
+    """A target model with its drafter.
+
+    `model`: a checkpoint folder, None for the bundled model. `speculative_config`: a dict with
+    `method` ("none", "dflash", "ddtree"; the default is "ddtree" when there is a drafter),
+    `model` (the drafter's folder, by default `drafter` inside the model's), `tree_budget` (1 to 256
+    or "auto"), `tree_topk`, `draft_temperature`, `num_speculative_tokens` (must be the drafter's
+    block size less one). The method changes the speed, never the tokens.
+
+    Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
+    supported, each naming the field. Not for use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+        num_threads: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        prefill_chunk_size: int = 256,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model = Path(model) if model is not None else default_model()
+        if not self.model.is_dir():
+            raise ValueError(
+                f"model {str(self.model)!r} is not a folder: name a downloaded checkpoint folder"
+            )
+        options = _checked_keys(speculative_config or {})
+        drafter = find_drafter(self.model, options.get("model"))
+        self.speculative = SpeculativeConfig.from_dict(options, "ddtree" if drafter else "none")
+        if self.speculative.method == "none" and "method" in options:
+            drafter = find_drafter(self.model, options.get("model")) if "model" in options else None
+        if self.speculative.method != "none" and drafter is None:
+            raise ValueError(
+                f"speculative_config: method {self.speculative.method!r} needs a drafter, and "
+                f"{self.model} has no folder 'drafter': name one as 'model', or use method 'none'"
+            )
+        has_tokenizer = (self.model / RANKS_FILE).is_file()
+        self._tokenizer = Tokenizer(self.model) if has_tokenizer else None
+        self._engine = _core.Engine(
+            str(self.model),
+            str(drafter) if drafter else None,
+            device,
+            num_threads=num_threads,
+            max_model_len=max_model_len or 0,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_size=prefill_chunk_size,
+            progress=progress,
+        )
+        self.config: dict[str, Any] = self._engine.config()
+        self._check_block(options.get("num_speculative_tokens"))
+        self._running: dict[int, _Sequence] = {}
+
+    def _check_block(self, wanted: Any) -> None:
+        drafter = self.config["drafter"]
+        if wanted is None:
+            return
+        have = drafter["block_size"] - 1 if drafter else 0
+        if isinstance(wanted, bool) or wanted != have:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens is {wanted!r}, the drafter proposes "
+                f"{have} tokens a block"
+            )
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues the prompts, all together, and returns the results in their order.
+
+        A prompt is a string or {"prompt_token_ids": [...]}. `sampling_params`: one for all or one
+        each. `use_tqdm` shows a progress bar. `speculative_config`, without `model`, replaces the
+        engine's own for this call. Raises ValueError when a prompt or an option is refused; then
+        nothing is generated.
+        """
+        single = isinstance(prompts, str | Mapping)
+        listed: list[Any] = [prompts] if single else list(prompts)
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(listed):
+                raise ValueError(
+                    f"sampling_params has {len(sampling_params)} entries for {len(listed)} prompts"
+                )
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(listed)
+        speculative = self._speculative_for(speculative_config)
+        sequences: list[_Sequence] = []
+        try:
+            for prompt, one in zip(listed, params, strict=True):
+                sequences.append(self._add(prompt, one, speculative))
+            with _Bar(len(sequences), use_tqdm) as bar:
+                while any(not s.finished for s in sequences):
+                    self._step()
+                    bar.show(sum(s.finished for s in sequences))
+        finally:
+            self._release(sequences)
+        return [s.output() for s in sequences]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+    ) -> "Stream":
+        """Continues one prompt; iterate over the result for its `StreamChunk`s.
+
+        Their texts together are the whole text, and none splits a character. Chunks without tokens
+        report progress of the prefill. The request starts now, and ends early when the stream is
+        closed.
+        """
+        speculative = self._speculative_for(speculative_config)
+        return Stream(self, self._add(prompt, sampling_params or SamplingParams(), speculative))
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of messages) or a list of conversations."""
+        many = bool(messages) and isinstance(messages[0], Sequence)
+        conversations = list(messages) if many else [messages]
+        prompts = [
+            self.chat_prompt(c, tools=tools, **dict(chat_template_kwargs or {}))
+            for c in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """The prompt of one conversation in the checkpoint's chat template."""
+        tokenizer = self.get_tokenizer()
+        ids = tokenizer.apply_chat_template(messages, **options)
+        if tokenizer.add_bos and ids[:1] != [tokenizer.bos_token_id]:
+            ids = tokenizer.encode("", add_bos=True) + ids
+        return {"prompt_token_ids": ids}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; ValueError if it has none."""
+        if self._tokenizer is None:
+            raise ValueError(f"{self.model} has no {RANKS_FILE}: use prompt_token_ids")
+        return self._tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine since it was loaded (see `_core.Engine.stats`)."""
+        return self._engine.stats()
+
+    def logits(self, token_ids: Sequence[int]) -> Any:
+        """float32 logits [n, vocab_size] after each of the n tokens."""
+        return self._engine.logits(token_ids)
+
+    def close(self) -> None:
+        """Ends what runs and gives the memory back; the object is of no use afterwards."""
+        self._release(list(self._running.values()))
+        del self._engine
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _speculative_for(self, options: Mapping[str, Any] | None) -> SpeculativeConfig:
+        if options is None:
+            return self.speculative
+        checked = _checked_keys(options)
+        if "model" in checked:
+            raise ValueError("speculative_config: model can only be set when the LLM is made")
+        self._check_block(checked.get("num_speculative_tokens"))
+        config = SpeculativeConfig.from_dict(checked, self.speculative.method)
+        if config.method != "none" and not self.config["drafter"]:
+            raise ValueError(
+                f"speculative_config: method is {config.method!r}, no drafter was loaded"
+            )
+        return config
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, speculative: SpeculativeConfig
+    ) -> _Sequence:
+        text, ids = self._prompt_ids(prompt)
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer, and {self.model} has no {RANKS_FILE}")
+        room = max(0, self.config["max_model_len"] - len(ids))
+        budget = speculative.tree_budget
+        options = _core.RequestOptions(
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            method=speculative.method,
+            tree_budget=budget if isinstance(budget, int) else 0,
+            tree_topk=speculative.tree_topk,
+            draft_temperature=speculative.draft_temperature,
+        )
+        request_id = self._engine.add_request(ids, options)
+        sequence = _Sequence(request_id, text, ids, params, speculative, self._tokenizer)
+        self._running[request_id] = sequence
+        return sequence
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            tokenizer = self.get_tokenizer()
+            ids = tokenizer.encode(prompt, add_bos=tokenizer.add_bos)
+            if not ids:
+                raise ValueError("prompt is empty: want at least one token")
+            return prompt, ids
+        if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
+            raise ValueError(
+                f"prompt is {prompt!r}, want a string or {{'prompt_token_ids': [...]}}"
+            )
+        listed = list(prompt["prompt_token_ids"])
+        if not listed:
+            raise ValueError("prompt_token_ids is empty: want at least one token")
+        for value in listed:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"prompt_token_ids holds {value!r}, want integers")
+        return None, [int(value) for value in listed]
+
+    def _step(self) -> None:
+        """One step of the engine; its outputs go to the requests they belong to."""
+        for step in self._engine.step():
+            sequence = self._running.get(step.request_id)
+            if sequence is None:
+                continue
+            sequence.advance(step)
+            if sequence.finished:
+                self._release([sequence])
+
+    def _release(self, sequences: Sequence[_Sequence]) -> None:
+        """Forgets the requests; those still running in the engine are ended there."""
+        for sequence in sequences:
+            if self._running.pop(sequence.request_id, None) is not None:
+                self._engine.abort(sequence.request_id)
+                sequence.finish_reason = sequence.finish_reason or "abort"
+
+
+class Stream:
+    """The chunks of one running request; `output` is the request as it stands."""
+
+    def __init__(self, llm: LLM, sequence: _Sequence) -> None:
+        self._llm, self._sequence = llm, sequence
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        sequence = self._sequence
+        while not sequence.chunks:
+            if sequence.finished:
+                raise StopIteration
+            self._llm._step()
+        return sequence.chunks.pop(0)
+
+    @property
+    def output(self) -> RequestOutput:
+        return self._sequence.output()
+
+    def close(self) -> None:
+        """Ends the request if it still runs."""
+        self._llm._release([self._sequence])
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self._llm, "_engine"):
+            self.close()
+
+
+class _Bar:
+    """A progress bar over requests on stderr, or nothing."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._progress: Any = None
+        if shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+            self._progress = Progress(
+                *Progress.get_default_columns()[:2],
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._progress.add_task("Requests", total=total)
+
+    def show(self, done: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done)
+
+    def __enter__(self) -> "_Bar":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _checked_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise ValueError(f"speculative_config is {options!r}, want a dict")
+    for key in options:
+        if key not in _CONFIG_KEYS:
+            raise ValueError(f"speculative_config: unknown key {key!r}, known are {_CONFIG_KEYS}")
+    return dict(options)

@@ -1,0 +1,217 @@
+"""What a request gives back, and the turning of committed tokens into text."""
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.tokenizer import IncrementalDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from kdtree_engine._core import StepOutput
+
+STAGES = ("draft", "build", "verify", "commit")
+
+
+@dataclass
+class SpecStats:
+    """How the tokens of one request were made.
+
+    `target_forwards` counts decoding rounds, prefill not included. `accept_length_histogram`:
+    tokens a round committed, the bonus token included, to the number of such rounds.
+    `timings` in milliseconds: prefill, decode (wall clock after prefill), and the time in each
+    stage of the rounds.
+    """
+
+    method: str
+    tree_budget: int | str | None  # None: the method builds no tree
+    target_forwards: int = 0
+    decoded_tokens: int = 0  # tokens the rounds committed
+    accept_length_histogram: dict[int, int] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens committed a round, 0 before the first."""
+        return self.decoded_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens the rounds committed by the wall clock after prefill."""
+        milliseconds = self.timings.get("decode_ms", 0.0)
+        return 1000 * self.decoded_tokens / milliseconds if milliseconds > 0 else 0.0
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", "abort"; None while it runs
+    stop_reason: int | str | None  # the stop string or stop token id, None for the end of text
+
+
+@dataclass
+class RequestOutput:
+    """A finished request, as vLLM names its parts, and `spec`: how it was decoded."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    spec: SpecStats
+
+
+@dataclass
+class StreamChunk:
+    """What one step of the engine added to a streamed request."""
+
+    text: str
+    token_ids: list[int]
+    step: "StepOutput"
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class TextBuilder:
+    """Text of one request, token by token, ended by the first stop string.
+
+    Text that may be the start of a stop string is held back from `take`, so a reader of the stream
+    never sees a part of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._decoder = (
+            IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
+        )
+        self._stops: list[str] = list(params.stop or ())
+        self._include_stop = params.include_stop_str_in_output
+        self._longest = max(map(len, self._stops), default=0)
+        self._taken = 0
+        self.text = ""
+        self.stop: str | None = None
+
+    def push(self, token_id: int) -> bool:
+        """Adds a token; whether a stop string is complete now."""
+        return self._add(self._decoder.push([token_id])) if self._decoder else False
+
+    def finish(self) -> None:
+        """Adds what an incomplete character leaves."""
+        if self._decoder and self.stop is None:
+            self._add(self._decoder.finish())
+
+    def _add(self, new: str) -> bool:
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += new
+        found = [(at, s) for s in self._stops if (at := self.text.find(s, start)) >= 0]
+        if not found:
+            return False
+        at, self.stop = min(found, key=lambda match: match[0])
+        self.text = self.text[: at + len(self.stop) if self._include_stop else at]
+        return True
+
+    def take(self, final: bool) -> str:
+        """The text that became certain since the last call."""
+        end = len(self.text)
+        if not final:
+            longest = min(end, self._longest - 1)
+            held = (
+                n
+                for n in range(longest, 0, -1)
+                if any(s.startswith(self.text[end - n :]) for s in self._stops)
+            )
+            end -= next(held, 0)
+        delta = self.text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return delta
+
+
+class Sequence:
+    """A request in the engine: gathers its steps into chunks and the final output."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        speculative: SpeculativeConfig,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id, self.prompt = request_id, prompt
+        self.prompt_token_ids, self.params = prompt_token_ids, params
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.chunks: list[StreamChunk] = []  # not yet read by a stream
+        tree = speculative.method == "ddtree"
+        self.spec = SpecStats(speculative.method, speculative.tree_budget if tree else None)
+        self.spec.timings = dict.fromkeys(
+            ("prefill_ms", "decode_ms", *(f"{stage}_ms" for stage in STAGES)), 0.0
+        )
+        self._text = TextBuilder(tokenizer, params)
+        self._start = perf_counter()
+        self._decode_start: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def advance(self, step: "StepOutput") -> StreamChunk:
+        """Takes one step's tokens, up to a stop string if that comes first."""
+        self._measure(step)
+        new: list[int] = []
+        is_stop_token = step.finished and step.stop_token_id >= 0
+        for index, token in enumerate(step.token_ids):
+            new.append(token)
+            last = index + 1 == len(step.token_ids)
+            hidden = is_stop_token and last and not self.params.include_stop_str_in_output
+            if not hidden and self._text.push(token):
+                break
+        self.token_ids += new
+        if self._text.stop is None and step.finished:
+            self._text.finish()
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stop
+        elif step.finished:
+            self.finish_reason = step.finish_reason
+            if step.stop_token_id in self.params.stop_token_ids:
+                self.stop_reason = step.stop_token_id
+        chunk = StreamChunk(
+            self._text.take(self.finished), new, step, self.finish_reason, self.stop_reason
+        )
+        self.chunks.append(chunk)
+        return chunk
+
+    def _measure(self, step: "StepOutput") -> None:
+        now = perf_counter()
+        timings = self.spec.timings
+        if step.accept_length > 0:
+            self.spec.target_forwards += 1
+            self.spec.decoded_tokens += step.accept_length
+            histogram = self.spec.accept_length_histogram
+            histogram[step.accept_length] = histogram.get(step.accept_length, 0) + 1
+            for stage in STAGES:
+                timings[f"{stage}_ms"] += getattr(step, f"{stage}_ms")
+        if self._decode_start is not None:
+            timings["decode_ms"] = 1000 * (now - self._decode_start)
+        elif step.num_prefilled >= step.prompt_length:
+            self._decode_start = now
+            timings["prefill_ms"] = 1000 * (now - self._start)
+
+    def output(self) -> RequestOutput:
+        """The request as it stands."""
+        completion = CompletionOutput(
+            0, self._text.text, list(self.token_ids), self.finish_reason, self.stop_reason
+        )
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [completion],
+            self.finished,
+            self.spec,
+        )
