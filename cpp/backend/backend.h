@@ -227,8 +227,12 @@ class Backend {
   virtual void add(const Tensor& x, const Tensor& y) = 0;
   // gate_up [T, 2 I] -> out [T, I] = silu(gate) * up
   virtual void silu_mul(const Tensor& gate_up, const Tensor& out) = 0;
-  // to[i, column : column + from's columns] = from[rows[i]]; rows [n] i32, from [T, C], to [n, columns].
-  virtual void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) = 0;
+  virtual void fill_zero(const Tensor& x) = 0;
+  // to[i] = from[rows[i]]; rows [n] i32, from [T, C], to [n, C].
+  virtual void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) = 0;
+  // to[:, to_column : to_column + width] = from[:, from_column : from_column + width]; both [T, ...].
+  virtual void copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
+                            int64_t width) = 0;
 
   // Products: x [T, in], out [T, out]. head_linear: `heads` stacked matrices, x [T, heads, in], out [T, heads, out / heads].
   virtual void linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) = 0;

@@ -79,12 +79,20 @@ inline void check_silu_mul(const Tensor& gate_up, const Tensor& out) {
   detail::check_f32("silu_mul", "gate_up", gate_up, {out.dim(0), 2 * out.dim(1)});
 }
 
-inline void check_gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) {
-  KDT_CHECK(from.ndim() == 2 && from.dtype() == DType::kFloat32 && to.ndim() == 2 &&
-                to.dtype() == DType::kFloat32 && rows.dtype() == DType::kInt32 && to.dim(0) == rows.numel() &&
-                column >= 0 && column + from.dim(1) <= to.dim(1),
-            "gather_rows: ", rows.to_string(), " rows of ", from.to_string(), " into ", to.to_string(),
-            " at column ", column);
+inline void check_gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) {
+  KDT_CHECK(from.ndim() == 2 && rows.dtype() == DType::kInt32, "gather_rows: ", rows.to_string(), " rows of ",
+            from.to_string());
+  detail::check_f32("gather_rows", "from", from, {from.dim(0), from.dim(1)});
+  detail::check_f32("gather_rows", "to", to, {rows.numel(), from.dim(1)});
+}
+
+inline void check_copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
+                               int64_t width) {
+  const auto holds = [&](const Tensor& t, int64_t column) {
+    return t.ndim() == 2 && t.dtype() == DType::kFloat32 && column >= 0 && width >= 0 && column + width <= t.dim(1);
+  };
+  KDT_CHECK(holds(from, from_column) && holds(to, to_column) && from.dim(0) == to.dim(0), "copy_columns: ", width,
+            " columns from ", from_column, " of ", from.to_string(), " to ", to_column, " of ", to.to_string());
 }
 
 inline void check_linear(const Tensor& x, const LinearWeight& w, const Tensor& out) {

@@ -102,7 +102,10 @@ class CpuBackend final : public Backend {
                     const Tensor& out) override;
   void add(const Tensor& x, const Tensor& y) override;
   void silu_mul(const Tensor& gate_up, const Tensor& out) override;
-  void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) override;
+  void fill_zero(const Tensor& x) override;
+  void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) override;
+  void copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
+                    int64_t width) override;
   void linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) override;
   void head_linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) override;
   void mla_query(const MlaQueryArgs& args) override;

@@ -58,13 +58,24 @@ void CpuBackend::silu_mul(const Tensor& gate_up, const Tensor& out) {
   });
 }
 
-void CpuBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to, int64_t column) {
-  check_gather_rows(from, rows, to, column);
+void CpuBackend::fill_zero(const Tensor& x) { std::memset(x.raw(), 0, x.bytes()); }
+
+void CpuBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) {
+  check_gather_rows(from, rows, to);
   const int64_t width = from.dim(1);
   for (int64_t i = 0; i < rows.numel(); ++i) {
     const int32_t row = rows.data<int32_t>()[i];
     KDT_CHECK(row >= 0 && row < from.dim(0), "gather_rows: row ", row, " of ", from.dim(0));
-    std::memcpy(to.data<float>() + i * to.dim(1) + column, from.data<float>() + row * width, width * sizeof(float));
+    std::memcpy(to.data<float>() + i * width, from.data<float>() + row * width, width * sizeof(float));
+  }
+}
+
+void CpuBackend::copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
+                              int64_t width) {
+  check_copy_columns(from, from_column, to, to_column, width);
+  for (int64_t row = 0; row < from.dim(0); ++row) {
+    std::memcpy(to.data<float>() + row * to.dim(1) + to_column, from.data<float>() + row * from.dim(1) + from_column,
+                width * sizeof(float));
   }
 }
 

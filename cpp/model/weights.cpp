@@ -1,0 +1,233 @@
+#include "model/weights.h"
+
+#include <cstring>
+#include <set>
+
+namespace kdt {
+namespace {
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+// Empty when the tensor is as asked.
+std::string fault_of(const SafetensorsFolder& folder, const std::string& name, const std::vector<int64_t>& shape,
+                     const std::set<std::string>& dtypes) {
+  const SafetensorsView* view = folder.find(name);
+  if (view == nullptr) return name + ": missing";
+  if (view->shape != shape) return name + ": shape " + shape_text(view->shape) + ", want " + shape_text(shape);
+  if (!dtypes.contains(view->dtype)) {
+    std::string wanted;
+    for (const std::string& dtype : dtypes) wanted += (wanted.empty() ? "" : " or ") + dtype;
+    return name + ": dtype " + view->dtype + ", want " + wanted;
+  }
+  return "";
+}
+
+bool is_known_extra(const std::string& name) {
+  for (const char* part : {".rotary_emb.inv_freq", "vision_tower.", "mm_projector."}) {
+    if (name.find(part) != std::string::npos) return true;
+  }
+  return false;
+}
+
+void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size, int64_t intermediate_size) {
+  using Kind = WeightSpec::Kind;
+  specs[name + ".gate_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
+  specs[name + ".up_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
+  specs[name + ".down_proj"] = {Kind::kMatrix, hidden_size, intermediate_size};
+}
+
+float element(const SafetensorsView& view, int64_t index) {
+  if (view.dtype == "BF16") {
+    uint16_t bits;
+    std::memcpy(&bits, view.data + index * 2, sizeof(bits));
+    return bf16_to_float(bits);
+  }
+  float value;
+  std::memcpy(&value, view.data + index * 4, sizeof(value));
+  return value;
+}
+
+}  // namespace
+
+WeightSpecs target_weight_specs(const ModelConfig& c) {
+  using Kind = WeightSpec::Kind;
+  WeightSpecs specs;
+  const std::string& p = c.tensor_prefix;
+  specs[p + "embed_tokens"] = {Kind::kTable, c.vocab_size, c.hidden_size};
+  specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
+  if (!c.tie_word_embeddings) specs[c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))] = {Kind::kMatrix, c.vocab_size, c.hidden_size};
+  const int64_t q_out = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim);
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    const std::string layer = p + "layers." + std::to_string(l) + ".";
+    const std::string attention = layer + "self_attn.";
+    specs[layer + "input_layernorm.weight"] = {Kind::kVector, c.hidden_size};
+    specs[layer + "post_attention_layernorm.weight"] = {Kind::kVector, c.hidden_size};
+    if (c.q_lora_rank > 0) {
+      specs[attention + "q_a_proj"] = {Kind::kMatrix, c.q_lora_rank, c.hidden_size};
+      specs[attention + "q_a_layernorm.weight"] = {Kind::kVector, c.q_lora_rank};
+      specs[attention + "q_b_proj"] = {Kind::kMatrix, q_out, c.q_lora_rank};
+    } else {
+      specs[attention + "q_proj"] = {Kind::kMatrix, q_out, c.hidden_size};
+    }
+    specs[attention + "kv_a_proj_with_mqa"] = {Kind::kMatrix, c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size};
+    specs[attention + "kv_a_layernorm.weight"] = {Kind::kVector, c.kv_lora_rank};
+    // Read by rows, because its halves serve on both sides of the attention.
+    specs[attention + "kv_b_proj"] = {Kind::kTable, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
+                                      c.kv_lora_rank};
+    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size, c.num_attention_heads * c.v_head_dim};
+    const std::string mlp = layer + "mlp";
+    if (!c.is_moe_layer(l)) {
+      add_mlp(specs, mlp, c.hidden_size, c.intermediate_size);
+      continue;
+    }
+    specs[mlp + ".gate"] = {Kind::kTable, c.n_routed_experts, c.hidden_size};
+    specs[mlp + ".gate.e_score_correction_bias"] = {Kind::kVector, c.n_routed_experts};
+    for (int64_t e = 0; e < c.n_routed_experts; ++e) {
+      add_mlp(specs, mlp + ".experts." + std::to_string(e), c.hidden_size, c.moe_intermediate_size);
+    }
+    if (c.n_shared_experts > 0) {
+      add_mlp(specs, mlp + ".shared_experts", c.hidden_size, c.moe_intermediate_size * c.n_shared_experts);
+    }
+  }
+  return specs;
+}
+
+WeightSpecs draft_weight_specs(const DraftConfig& c) {
+  using Kind = WeightSpec::Kind;
+  WeightSpecs specs;
+  const std::string& p = c.tensor_prefix;
+  specs[p + "fc"] = {Kind::kMatrix, c.hidden_size, c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size())};
+  specs[p + "hidden_norm.weight"] = {Kind::kVector, c.hidden_size};
+  specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    const std::string layer = p + "layers." + std::to_string(l) + ".";
+    const std::string attention = layer + "self_attn.";
+    specs[layer + "input_layernorm.weight"] = {Kind::kVector, c.hidden_size};
+    specs[layer + "post_attention_layernorm.weight"] = {Kind::kVector, c.hidden_size};
+    specs[attention + "q_proj"] = {Kind::kMatrix, c.num_attention_heads * c.head_dim, c.hidden_size};
+    specs[attention + "k_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim, c.hidden_size};
+    specs[attention + "v_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim, c.hidden_size};
+    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size, c.num_attention_heads * c.head_dim};
+    specs[attention + "q_norm.weight"] = {Kind::kVector, c.head_dim};
+    specs[attention + "k_norm.weight"] = {Kind::kVector, c.head_dim};
+    add_mlp(specs, layer + "mlp", c.hidden_size, c.intermediate_size);
+  }
+  return specs;
+}
+
+WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder) {
+  const std::set<std::string> floats = {"BF16", "F32"};
+  WeightFaults result;
+  std::set<std::string> known;
+  const auto want = [&](const std::string& name, const std::vector<int64_t>& shape,
+                        const std::set<std::string>& dtypes) {
+    known.insert(name);
+    const std::string fault = fault_of(folder, name, shape, dtypes);
+    if (!fault.empty()) result.faults.push_back(fault);
+  };
+  for (const auto& [name, spec] : specs) {
+    if (spec.kind == WeightSpec::Kind::kVector) {
+      want(name, {spec.out}, floats);
+    } else if (folder.find(name + ".weight_packed") == nullptr) {
+      want(name + ".weight", {spec.out, spec.in}, floats);
+    } else if (spec.kind == WeightSpec::Kind::kTable || spec.in % 32 != 0) {
+      known.insert(name + ".weight_packed");
+      result.faults.push_back(name + ".weight_packed: this module cannot be int4" +
+                              (spec.in % 32 != 0 ? ", its " + std::to_string(spec.in) + " inputs are no multiple of 32" : ""));
+    } else {
+      want(name + ".weight_packed", {spec.out, spec.in / 8}, {"I32"});
+      want(name + ".weight_scale", {spec.out, spec.in / 32}, {"BF16"});
+      known.insert(name + ".weight_shape");
+    }
+  }
+  for (const auto& [name, view] : folder.tensors()) {
+    if (!known.contains(name) && !is_known_extra(name)) result.unknown.push_back(name);
+  }
+  return result;
+}
+
+WeightReader::WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
+                           LoadProgress progress)
+    : folder_(folder), specs_(std::move(specs)), backend_(backend), progress_(std::move(progress)) {
+  const WeightFaults faults = check_weights(specs_, folder_);
+  if (faults.faults.empty()) return;
+  std::string text;
+  for (size_t i = 0; i < faults.faults.size() && i < 5; ++i) text += (i ? "; " : "") + faults.faults[i];
+  throw Error(join(folder_.folder(), ": ", faults.faults.size(), " tensors are not as config.json asks: ", text,
+                   faults.faults.size() > 5 ? "; ..." : ""));
+}
+
+const WeightSpec& WeightReader::spec(const std::string& name) const {
+  const auto found = specs_.find(name);
+  KDT_CHECK(found != specs_.end(), "weights: '", name, "' is not in the contract");
+  return found->second;
+}
+
+void WeightReader::advance(int64_t bytes) {
+  done_bytes_ += bytes;
+  if (progress_) progress_(done_bytes_, static_cast<int64_t>(folder_.total_bytes()));
+}
+
+HostMatrix WeightReader::matrix(const std::string& name) {
+  const WeightSpec& s = spec(name);
+  HostMatrix matrix;
+  matrix.out_features = s.out;
+  matrix.in_features = s.in;
+  if (const SafetensorsView* packed = folder_.find(name + ".weight_packed")) {
+    const SafetensorsView* scale = folder_.find(name + ".weight_scale");
+    matrix.dtype = DType::kInt32;
+    matrix.data = packed->data;
+    matrix.scale = scale->data;
+    advance(static_cast<int64_t>(packed->bytes + scale->bytes));
+  } else {
+    const SafetensorsView* view = folder_.find(name + ".weight");
+    matrix.dtype = view->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32;
+    matrix.data = view->data;
+    advance(static_cast<int64_t>(view->bytes));
+  }
+  return matrix;
+}
+
+std::unique_ptr<LinearWeight> WeightReader::linear(const std::vector<std::string>& stacked) {
+  std::vector<HostMatrix> matrices;
+  for (const std::string& name : stacked) matrices.push_back(matrix(name));
+  return backend_.prepare_linear(matrices);
+}
+
+Buffer WeightReader::upload(const std::vector<float>& values) {
+  Buffer buffer = backend_.allocate(DType::kFloat32, {static_cast<int64_t>(values.size())});
+  backend_.upload(buffer.tensor, values.data());
+  return buffer;
+}
+
+Buffer WeightReader::vector(const std::string& name) {
+  const SafetensorsView* view = folder_.find(name);
+  std::vector<float> values(spec(name).out);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = element(*view, static_cast<int64_t>(i));
+  advance(static_cast<int64_t>(view->bytes));
+  return upload(values);
+}
+
+Buffer WeightReader::table(const std::string& name) {
+  const WeightSpec& s = spec(name);
+  const SafetensorsView* view = folder_.find(name + ".weight");
+  Buffer buffer =
+      backend_.allocate(view->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32, {s.out, s.in});
+  backend_.upload(buffer.tensor, view->data);
+  advance(static_cast<int64_t>(view->bytes));
+  return buffer;
+}
+
+std::vector<float> WeightReader::values(const std::string& name) {
+  const WeightSpec& s = spec(name);
+  const SafetensorsView* view = folder_.find(name + ".weight");
+  std::vector<float> values(s.out * s.in);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = element(*view, static_cast<int64_t>(i));
+  return values;
+}
+
+}  // namespace kdt

@@ -1,0 +1,70 @@
+// What tensors a checkpoint must hold, and their way to the back end.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "io/safetensors.h"
+#include "model/config.h"
+
+namespace kdt {
+
+// A module of the contract, by the checkpoint's own name without the ending.
+struct WeightSpec {
+  enum class Kind {
+    kMatrix,  // `name`.weight [out, in] bf16 or f32, or `name`.weight_packed + .weight_scale (int4)
+    kTable,   // `name`.weight [out, in] bf16 or f32, read by rows: never int4
+    kVector,  // `name` [out] bf16 or f32
+  };
+  Kind kind;
+  int64_t out = 0;
+  int64_t in = 0;
+};
+
+using WeightSpecs = std::map<std::string, WeightSpec>;
+
+WeightSpecs target_weight_specs(const ModelConfig& config);
+WeightSpecs draft_weight_specs(const DraftConfig& config);
+
+struct WeightFaults {
+  std::vector<std::string> faults;   // missing tensors, wrong shapes and dtypes; each names the tensor and the values
+  std::vector<std::string> unknown;  // tensors outside the contract that are no known extra
+};
+
+WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder);
+
+// Called with the bytes handed over so far and the bytes in all.
+using LoadProgress = std::function<void(int64_t done, int64_t total)>;
+
+// Hands tensors to a back end by the names of the contract.
+class WeightReader {
+ public:
+  // Throws Error with the first faults when the folder breaks the contract.
+  WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend, LoadProgress progress);
+
+  HostMatrix matrix(const std::string& name);
+  std::unique_ptr<LinearWeight> linear(const std::vector<std::string>& stacked);
+  // f32 [n] on the back end.
+  Buffer vector(const std::string& name);
+  // [out, in] on the back end in the checkpoint's dtype.
+  Buffer table(const std::string& name);
+  // bf16 or f32 rows of a matrix as f32, on the host.
+  std::vector<float> values(const std::string& name);
+  // f32 values of the host as a [n] tensor of the back end.
+  Buffer upload(const std::vector<float>& values);
+
+ private:
+  const WeightSpec& spec(const std::string& name) const;
+  void advance(int64_t bytes);
+
+  const SafetensorsFolder& folder_;
+  WeightSpecs specs_;
+  Backend& backend_;
+  LoadProgress progress_;
+  int64_t done_bytes_ = 0;
+};
+
+}  // namespace kdt
