@@ -128,9 +128,9 @@ def settings_of(methods: str, budgets: str) -> list[Setting]:
         settings.append(Setting("dflash", None))
     if "ddtree" in names:
         for text in budgets.split(","):
-            budget = common.parse_budget(text.strip())
+            budget = common.parse_budget(text.strip(), "--budgets")
             if isinstance(budget, int) and not 1 <= budget <= 256:
-                raise ValueError(f"--budgets has {budget}, want 1 to 256 or auto")
+                raise ValueError(f"--budgets is {budget}, want 1 to 256 or auto")
             settings.append(Setting("ddtree", budget))
     return settings
 

@@ -135,14 +135,14 @@ def speculative_options(
     return options
 
 
-def parse_budget(text: str) -> int | str:
+def parse_budget(text: str, option: str = "--tree-budget") -> int | str:
     """ "auto" or a whole number; its range is checked with the other options."""
     if text == "auto":
         return text
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"--tree-budget is {text!r}, want 1 to 256 or auto") from None
+        raise ValueError(f"{option} is {text!r}, want 1 to 256 or auto") from None
 
 
 def read_prompt(prompt: str) -> str:

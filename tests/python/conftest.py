@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_core
 import pytest
 
+import fake_core
+
 try:
-    import kdtree_engine._core
+    import kdtree_engine._core  # noqa: F401
 except ImportError:
     sys.modules["kdtree_engine._core"] = fake_core
 

@@ -1,4 +1,4 @@
-"""A stand-in for the compiled module that commits a script of tokens: for logic above the engine."""
+"""A stand-in for the compiled module that commits a script of tokens: for logic above it."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

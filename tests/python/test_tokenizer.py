@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import tiktoken
-from conftest import SPECIAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conftest import SPECIAL
 from kdtree_engine.tokenizer import SPLIT_PATTERN, IncrementalDecoder, Tokenizer
 
 TEXTS = [

@@ -1,0 +1,357 @@
+"""The command `kdtree`: what it prints, its exit status, one-line errors."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_core
+from kdtree_engine import cli, cli_bench, cli_common
+from kdtree_engine.cli import histogram_bars, main
+from kdtree_engine.cli_arithmetic import weights_per_token
+
+HELLO = [259, 264, ord("!"), ord("\n"), 259]
+Fake = type[fake_core.Engine]
+Run = Callable[..., tuple[int, str, str]]
+KEYS = {
+    "text",
+    "token_ids",
+    "method",
+    "tree_budget",
+    "target_forwards",
+    "tokens_per_forward",
+    "tokens_per_second",
+    "accept_length_histogram",
+    "finish_reason",
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command; gives exit status, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def scripted(fake_engine: Fake) -> Fake:
+    fake_engine.script = HELLO
+    return fake_engine
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_generate_prints_text_and_statistics(scripted: Fake, run: Run) -> None:
+    status, out, err = run("generate", "hello")
+    assert status == 0 and out == "hello world!\nhello\n"
+    last = err.splitlines()[-1]
+    assert "5 tokens (length), ddtree auto" in last and "2 target forwards" in last
+    assert "2.50 tokens per forward" in last and last.endswith("accept lengths 1| ██|3]")
+
+
+def test_generate_json_has_the_documented_keys(scripted: Fake, run: Run) -> None:
+    status, out, err = run("generate", "--json", "--tree-budget", "8", "hello")
+    assert status == 0 and err == ""
+    record = json.loads(out)
+    assert set(record) == KEYS
+    assert record["text"] == "hello world!\nhello" and record["token_ids"] == HELLO
+    assert record["method"] == "ddtree" and record["tree_budget"] == 8
+    assert record["accept_length_histogram"] == {"2": 1, "3": 1}
+    record = json.loads(run("generate", "--json", "--method", "none", "hello")[1])
+    assert record["tree_budget"] is None and record["tokens_per_forward"] == 1.0
+
+
+def test_generate_options_are_applied(scripted: Fake, run: Run) -> None:
+    assert run("generate", "x", "--max-tokens", "2")[1] == "hello world\n"
+    assert run("generate", "x", "--stop", "o w", "--stop", "zzz")[1] == "hell\n"
+    scripted.eos = 33
+    assert run("generate", "x")[1] == "hello world\n"
+    assert run("generate", "x", "--ignore-eos")[1] == "hello world!\nhello\n"
+    assert run("generate", "x", "-n", "0")[1] == "\n"
+
+
+def test_generate_reads_standard_input(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for raw, status in ((b"hello\n", 0), (b"\xff", 1)):
+        (tmp_path / "in").write_bytes(raw)
+        with open(tmp_path / "in") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            got, _, err = run("generate", "-")
+        assert got == status
+    assert "kdtree: error: standard input is not UTF-8 at byte 0" in err
+
+
+def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None:
+    assert run("generate", "--chat", "--system", "Be short.", "hello")[0] == 0
+    assert "--system needs --chat" in run("generate", "--system", "x", "hello")[2]
+    (tokenizer_folder / "chat_template.jinja").unlink()
+    assert "has no chat_template.jinja" in run("generate", "--chat", "hello")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such"], "'/no/such' is not a folder: name a downloaded"),
+        (["--method", "magic"], "method is 'magic'"),
+        (["--method", "none", "--tree-budget", "8"], "method 'none' builds no tree"),
+        (["--tree-budget", "many"], "--tree-budget is 'many', want 1 to 256 or auto"),
+        (["--tree-budget", "0"], "tree_budget is 0"),
+        (["--draft-temperature", "-1"], "draft_temperature is -1.0"),
+        (["--max-tokens", "-1"], "max_tokens is -1"),
+    ],
+)
+def test_errors_are_one_line(scripted: Fake, run: Run, arguments: list[str], message: str) -> None:
+    status, out, err = run("generate", "hello", *arguments)
+    assert status == 1 and out == ""
+    assert message in err and err.startswith("kdtree: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--budget", "3"], ["fly"]])
+def test_usage_errors_have_status_2(run: Run, arguments: list[str]) -> None:
+    status, out, err = run(*arguments)
+    assert status == 2 and out == "" and "kdtree" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad\nweights"), OSError("gone"), MemoryError()])
+def test_engine_errors_are_one_line(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(self: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(scripted, "step", fail)
+    status, _, err = run("generate", "hello")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("kdtree: error: ")
+    assert (str(error).replace("\n", " ") or "MemoryError") in err
+
+
+def test_interrupt_is_clean(scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scripted, "step", interrupted)
+    status, _, err = run("generate", "hello")
+    assert status == 130 and err.endswith("kdtree: interrupted\n")
+
+
+def test_text_for_a_terminal_cannot_steer_it() -> None:
+    assert cli_common.printable("a\x1b[2J\tb\n\x9b\r") == "a\ufffd[2J\tb\n\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("histogram", "bars"),
+    [({}, ""), ({1: 5}, "1|█|1"), ({1: 1, 2: 8, 4: 80}, "1|▁▁ █|4"), ({3: 4, 2: 2}, "1| ▄█|3")],
+)
+def test_histogram_bars(histogram: dict[int, int], bars: str) -> None:
+    assert histogram_bars(histogram) == bars
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "inspect", "tree"])
+def test_help_has_examples(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0 and f"  kdtree {command}" in out.split("Examples:")[1]
+
+
+def test_top_level(run: Run) -> None:
+    assert "generate" in run("--help")[1]
+    assert run("--version")[1].startswith("kdtree-engine ")
+
+
+# ---------------------------------------------------------------- tree
+
+
+def test_tree_draws_and_writes_svg(scripted: Fake, run: Run, tmp_path: Path) -> None:
+    status, out, err = run("tree", "hello", "--svg", str(tmp_path / "t.svg"))
+    assert status == 0 and "✓" in out and "·world" in out
+    assert "6 draft nodes verified in one forward: 2 accepted" in out
+    assert (tmp_path / "t.svg").read_text().startswith("<svg ") and "wrote" in err
+
+
+def test_tree_after(scripted: Fake, run: Run) -> None:
+    assert "1 accepted and the target's own hello" in " ".join(
+        run("tree", "hello", "--after", "1")[1].split()
+    )
+    status, _, err = run("tree", "hello", "--after", "2")
+    assert status == 1 and "the text ended before round 3: use a smaller --after" in err
+
+
+def test_tree_budget_is_checked(scripted: Fake, run: Run) -> None:
+    assert "--tree-budget is 300" in run("tree", "hello", "--tree-budget", "300")[2]
+
+
+# ---------------------------------------------------------------- bench
+
+
+@pytest.fixture
+def prompts(tokenizer_folder: Path) -> Path:
+    path = tokenizer_folder / "heldout_prompts.json"
+    listed = [{"name": f"p{i}", "text": "hello" * (i + 1), "kind": "code"} for i in range(3)]
+    path.write_text(json.dumps(listed))
+    return path
+
+
+def test_bench(scripted: Fake, run: Run, prompts: Path, tmp_path: Path) -> None:
+    status, out, _ = run("bench", "--budgets", "8,auto", "--json", str(tmp_path / "r.json"))
+    assert status == 0
+    for name in ("none", "dflash", "ddtree 8", "ddtree auto", "3 prompts"):
+        assert name in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["machine"]["isa"] == "fake" and report["machine"]["cpu_count"]
+    records = report["settings"]
+    assert [(r["method"], r["tree_budget"]) for r in records] == [
+        ("none", None),
+        ("dflash", None),
+        ("ddtree", 8),
+        ("ddtree", "auto"),
+    ]
+    for record in records:
+        assert record["identical_to_plain"] is True and record["tokens_per_second"] > 0
+        assert record["tokens"] == 15
+    assert [r["tokens_per_forward"] for r in records] == [1.0, 2.5, 2.5, 2.5]
+    assert records[0]["speedup_over_plain"] == 1.0
+
+
+def test_bench_fails_when_tokens_differ(scripted: Fake, run: Run, prompts: Path) -> None:
+    scripted.break_method = "dflash"
+    status, out, err = run("bench", "--budgets", "8")
+    assert status == 1 and "NO" in out
+    assert "dflash gave other tokens than plain decoding on 3 of 3 prompts, first 'p0'" in err
+    assert "ddtree" not in err
+
+
+def test_bench_settings_take_turns(
+    scripted: Fake, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    add = scripted.add_request
+
+    def spy(self: Any, ids: list[int], options: Any) -> int:
+        seen.append(options.method)
+        return add(self, ids, options)
+
+    monkeypatch.setattr(scripted, "add_request", spy)
+    run("bench", "--budgets", "8", "--limit", "2")
+    assert seen[:3] == ["none", "dflash", "ddtree"]  # warm-up
+    assert seen[3:] == ["none", "dflash", "ddtree", "dflash", "ddtree", "none"]
+
+
+def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
+    status, _, err = run("bench")
+    assert status == 1 and "heldout_prompts.json does not exist: name a prompts file" in err
+    own = tmp_path / "own.json"
+    for text, message in (
+        ("[", "own.json: Expecting value"),
+        ("{}", "want a list with at least one prompt"),
+        ('[{"name": "a", "kind": "b"}]', "prompt 0 wants text fields"),
+        ('[{"text": "a"}, {"text": 3}]', "prompt 1 wants text fields"),
+    ):
+        own.write_text(text)
+        status, _, err = run("bench", "--prompts", str(own))
+        assert status == 1 and message in err
+    own.write_text('[{"text": "a"}]')
+    assert run("bench", "--prompts", str(own), "--methods", "none")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "none,eagle"], "--methods has 'eagle'"),
+        (["--budgets", "8,300"], "--budgets is 300"),
+        (["--budgets", "8,,9"], "--budgets is '', want 1 to 256 or auto"),
+    ],
+)
+def test_bench_options_are_checked(
+    scripted: Fake, run: Run, prompts: Path, arguments: list[str], message: str
+) -> None:
+    status, _, err = run("bench", *arguments)
+    assert status == 1 and message in err
+
+
+def test_bench_without_a_drafter(
+    scripted: Fake, run: Run, prompts: Path, tokenizer_folder: Path
+) -> None:
+    (tokenizer_folder / "drafter").rmdir()
+    status, _, err = run("bench")
+    assert status == 1 and "has no drafter: name one with --draft-model" in err
+    assert run("bench", "--methods", "none")[0] == 0
+
+
+def test_weights_per_token(tiny_model: Path) -> None:
+    """Against a count by hand of the tiny model's matrices."""
+    config = json.loads((tiny_model / "config.json").read_text())
+    hidden, vocab, heads = 64, 512, 4
+    attention = hidden * 32 + 32 * heads * 32 + hidden * 48 + 32 * heads * 32 + heads * 16 * hidden
+    experts, shared, dense = 2 * 3 * 32 * hidden, 3 * 32 * hidden, 3 * 128 * hidden
+    layers = config["num_hidden_layers"]
+    moe = layers - config["first_k_dense_replace"]
+    router = config["n_routed_experts"] * hidden
+    macs = layers * attention + (layers - moe) * dense + vocab * hidden
+    macs += moe * (experts + shared * config["n_shared_experts"] + router)
+    num_bytes, counted = weights_per_token(tiny_model, config)
+    assert counted == macs
+    int4 = moe * experts
+    norms = layers * (2 * hidden + 32 + 32) + hidden
+    extra = moe * (4 * config["n_routed_experts"] + 3 * 2 * 8)  # router bias, weight_shape
+    assert num_bytes == 2 * (macs - int4) + int4 * (0.5 + 2 / 32) + 2 * (norms + hidden) + extra
+
+
+def test_bench_arithmetic(
+    scripted: Fake, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = dict.fromkeys(
+        ("kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers", "num_attention_heads"), 2
+    )
+    monkeypatch.setattr(
+        scripted, "config", lambda self: {"model": config, "drafter": None, "max_model_len": 512}
+    )
+    monkeypatch.setattr(
+        "kdtree_engine.cli_arithmetic.weights_per_token", lambda folder, config: (1e6, 2e6)
+    )
+    status, out, _ = run(
+        "bench", "--methods", "none", "--arithmetic", "--json", str(tmp_path / "r.json")
+    )
+    assert status == 0 and "multiply-adds" in out and "10.0 GB/s" in out
+    result = json.loads((tmp_path / "r.json").read_text())["arithmetic"]
+    # prompts of 2, 3 and 4 ids with [BOS], 5 tokens each, so 3 + 2.5 in the cache on average
+    assert result["mean_context"] == 5.5
+    assert result["kv_bytes"] == 5.5 * 2 * 4 * 4
+    assert result["operations"] == 2 * (2e6 + 5.5 * 2 * 2 * (4 + 2))
+    assert result["memory_ms"] == pytest.approx((1e6 + 176) / 10e6)
+    assert result["fraction_of_cache"] == pytest.approx(
+        result["cache_ms"] * result["tokens_per_second"] / 1000
+    )
+
+
+# ---------------------------------------------------------------- as a process
+
+
+def test_module_is_the_command() -> None:
+    source = Path(cli.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "kdtree_engine", "inspect", "/no/such/file"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(source)},
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("kdtree: error: ") and "/no/such/file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_cpu_name_is_text() -> None:
+    assert cli_bench._cpu_name()

@@ -1,0 +1,75 @@
+"""`kdtree inspect` on KDTR files and checkpoint folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fake_core
+from kdtree_engine import kdtr
+from kdtree_engine.inspect_files import inspect_path
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "a.kdtr"
+    kdtr.write(path, {"weights": kdtr.to_bf16(np.ones((2, 3))), "[red]": np.arange(4)})
+    return path
+
+
+def test_kdtr_table(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_path(bundle, as_json=False)
+    out = capsys.readouterr().out
+    for text in ("weights", "bf16", "[2, 3]", "[red]", "i64", "no faults found"):
+        assert text in out
+
+
+def test_kdtr_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_path(bundle, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert [(a["name"], a["dtype"], a["shape"], a["bytes"]) for a in report["arrays"]] == [
+        ("weights", "bf16", [2, 3], 12),
+        ("[red]", "i64", [4], 32),
+    ]
+    assert report["faults"] == [] and report["bytes"] == bundle.stat().st_size
+
+
+def test_kdtr_with_changed_data(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = bytearray(bundle.read_bytes())
+    raw[-1] ^= 1
+    bundle.write_bytes(raw)
+    assert not inspect_path(bundle, as_json=False)
+    assert "bad checksum" in capsys.readouterr().out
+    assert not inspect_path(bundle, as_json=True)
+    assert "'[red]': bad checksum" in json.loads(capsys.readouterr().out)["faults"][0]
+
+
+def test_files_that_are_something_else(bundle: Path, tmp_path: Path) -> None:
+    bundle.write_bytes(bundle.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="truncated"):
+        inspect_path(bundle, as_json=False)
+    for raw in (b"", b"GGUF1234"):
+        (tmp_path / "x").write_bytes(raw)
+        with pytest.raises(ValueError, match="is not a KDTR file"):
+            inspect_path(tmp_path / "x", as_json=False)
+    with pytest.raises(FileNotFoundError):
+        inspect_path(tmp_path / "none", as_json=False)
+
+
+def test_folder_with_faults(
+    fake_engine: Any,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert inspect_path(tokenizer_folder, as_json=False)
+    out = capsys.readouterr().out
+    assert "kimi_k2" in out and "sizes.hidden_size" in out and "drafter: " in out
+    monkeypatch.setattr(
+        fake_core, "inspect_checkpoint", lambda folder: {"faults": ["lm_head.weight is missing"]}
+    )
+    assert not inspect_path(tokenizer_folder, as_json=True)
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert faults[0] == "model: lm_head.weight is missing"

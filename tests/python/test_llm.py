@@ -1,0 +1,376 @@
+"""`LLM`: options, results, streams, stop strings, with a scripted engine and with the real one."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_core
+from kdtree_engine.llm import LLM
+from kdtree_engine.outputs import TextBuilder
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.tokenizer import Tokenizer
+
+HELLO = [259, 264, ord("!"), ord("\n"), 259]  # "hello world!\nhello"
+Fake = type[fake_core.Engine]
+
+
+@pytest.fixture
+def llm(fake_engine: Fake) -> LLM:
+    fake_engine.script = HELLO
+    return LLM()
+
+
+# ---------------------------------------------------------------- sampling params
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.7),
+        ("temperature", math.nan),
+        ("top_p", 0.9),
+        ("top_k", 40),
+        ("min_p", 0.1),
+        ("seed", 3),
+        ("n", 2),
+        ("n", True),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("min_tokens", 4),
+        ("logprobs", 5),
+        ("prompt_logprobs", 0),
+        ("logit_bias", {3: 1.0}),
+        ("bad_words", ["x"]),
+        ("structured_outputs", {"regex": "a"}),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", "3"),
+        ("max_tokens", True),
+        ("max_new_tokens", -2),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", "yes"),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [3]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [1.0]),
+    ],
+)
+def test_params_that_cannot_be_honoured_are_named(field: str, value: Any) -> None:
+    name = "max_tokens" if field == "max_new_tokens" else field
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{field: value})
+
+
+def test_neutral_params_are_taken() -> None:
+    params = SamplingParams(temperature=0, top_p=1, top_k=-1, logit_bias={}, bad_words=[])
+    assert params.max_tokens == 16 and params.stop == []
+
+
+def test_unknown_params_are_refused() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+
+
+@pytest.mark.parametrize("alias", ["max_new_tokens", "max_completion_tokens"])
+def test_aliases_of_max_tokens(alias: str) -> None:
+    assert SamplingParams(**{alias: 5}).max_tokens == 5
+    assert SamplingParams(max_tokens=5, **{alias: 5}).max_tokens == 5
+    with pytest.raises(ValueError, match=alias):
+        SamplingParams(max_tokens=6, **{alias: 5})
+
+
+# ---------------------------------------------------------------- speculative config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"budget": 3}, "unknown key 'budget'"),
+        ({"method": "eagle"}, "method is 'eagle'"),
+        ({"method": None}, "method is None"),
+        ({"tree_budget": 0}, "tree_budget is 0, want 1 to 256"),
+        ({"tree_budget": 257}, "tree_budget is 257"),
+        ({"tree_budget": "64"}, "tree_budget is '64'"),
+        ({"tree_budget": 8.0}, r"tree_budget is 8\.0"),
+        ({"tree_topk": -1}, "tree_topk is -1"),
+        ({"tree_topk": 300}, "tree_topk is 300"),
+        ({"draft_temperature": 0}, "draft_temperature is 0"),
+        ({"draft_temperature": math.inf}, "draft_temperature is inf"),
+        ({"draft_temperature": "1"}, "draft_temperature is '1'"),
+        ({"method": "none", "tree_budget": 8}, "tree_budget is 8, method 'none' builds no tree"),
+        ({"method": "dflash", "draft_temperature": 2}, "method 'dflash' builds no tree"),
+        ({"num_speculative_tokens": 16}, "num_speculative_tokens is 16, the drafter proposes 7"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
+    ],
+)
+def test_bad_speculative_configs_are_named(
+    fake_engine: Fake, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(speculative_config=config)
+
+
+def test_speculative_options_reach_the_engine(fake_engine: Fake) -> None:
+    config = {"tree_budget": 24, "tree_topk": 6, "draft_temperature": 0.5}
+    llm = LLM(speculative_config={**config, "num_speculative_tokens": 7})
+    llm.generate("hello")
+    (added,) = llm._engine.added
+    assert added.method == "ddtree"
+    assert {name: getattr(added, name) for name in config} == config
+    llm.generate("hello", speculative_config={"method": "dflash"})
+    llm.generate("hello", speculative_config={"tree_budget": "auto"})
+    assert [o.method for o in llm._engine.added[1:]] == ["dflash", "ddtree"]
+    assert llm._engine.added[2].tree_budget == 0
+
+
+def test_method_is_none_without_a_drafter(fake_engine: Fake, tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "drafter").rmdir()
+    assert LLM().speculative == SpeculativeConfig("none")
+    with pytest.raises(ValueError, match=r"method 'ddtree' needs a drafter.*no folder 'drafter'"):
+        LLM(speculative_config={"method": "ddtree"})
+    with pytest.raises(ValueError, match="no drafter was loaded"):
+        LLM().generate("hello", speculative_config={"method": "dflash"})
+
+
+def test_method_none_loads_no_drafter(fake_engine: Fake) -> None:
+    llm = LLM(speculative_config={"method": "none"})
+    assert llm.config["drafter"] is None
+
+
+def test_a_named_drafter_is_loaded(fake_engine: Fake, tmp_path: Path) -> None:
+    llm = LLM(speculative_config={"model": tmp_path / "other"})
+    assert llm._engine.drafter == str(tmp_path / "other")
+    with pytest.raises(ValueError, match="model can only be set when the LLM is made"):
+        llm.generate("hello", speculative_config={"model": "x"})
+
+
+def test_a_model_that_is_no_folder(fake_engine: Fake) -> None:
+    with pytest.raises(ValueError, match="'org/model' is not a folder"):
+        LLM("org/model")
+
+
+# ---------------------------------------------------------------- prompts and results
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    outputs = llm.generate(["hello", "hello world, hello", "a"])
+    assert [o.prompt for o in outputs] == ["hello", "hello world, hello", "a"]
+    assert outputs[0].prompt_token_ids == [500, 259]
+    for output in outputs:
+        (completion,) = output.outputs
+        assert completion.text == "hello world!\nhello" and completion.token_ids == HELLO
+        assert completion.finish_reason == "length" and output.finished
+    assert not llm._running
+
+
+def test_all_prompts_run_together(llm: LLM) -> None:
+    llm.generate(["hello"] * 3)
+    assert len(llm._engine.added) == 3
+
+
+def test_params_for_each_prompt(llm: LLM) -> None:
+    outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=n) for n in (1, 2)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2]
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids holds 1\.5"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids holds True"),
+        ({"prompt": "x"}, "want a string"),
+        (3, "prompt is 3"),
+        (None, "prompt is None"),
+    ],
+)
+def test_bad_prompts_are_refused_and_nothing_runs(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["hello", prompt])
+    assert not llm._running and not llm._engine.active
+
+
+def test_empty_text_is_a_prompt_when_there_is_a_bos(llm: LLM, tokenizer_folder: Path) -> None:
+    assert llm.generate("")[0].prompt_token_ids == [500]
+    (tokenizer_folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="prompt is empty"):
+        LLM().generate("")
+
+
+def test_max_tokens_0_and_none(llm: LLM) -> None:
+    (output,) = llm.generate("hello", SamplingParams(max_tokens=0))
+    assert output.outputs[0].text == "" and output.outputs[0].token_ids == []
+    assert output.outputs[0].finish_reason == "length"
+    llm.generate("hello", SamplingParams(max_tokens=None))
+    assert llm._engine.added[1].max_tokens == 510
+
+
+def test_no_tokenizer(fake_engine: Fake, tokenizer_folder: Path) -> None:
+    fake_engine.script = HELLO
+    (tokenizer_folder / "tiktoken.model").unlink()
+    llm = LLM()
+    (output,) = llm.generate({"prompt_token_ids": [1, 2]})
+    assert output.outputs[0].token_ids == HELLO and output.outputs[0].text == ""
+    with pytest.raises(ValueError, match=r"has no tiktoken\.model"):
+        llm.generate("hello")
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(stop="a"))
+
+
+# ---------------------------------------------------------------- stops
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    ("stop", "text", "num_tokens"),
+    [
+        ("world", "hello ", 2),
+        ("o w", "hell", 2),
+        ("!\nhe", "hello world", 5),
+        (["zzz", "\n", "!"], "hello world", 3),
+        (["llo", "hel"], "", 1),
+        ("nothing", "hello world!\nhello", 5),
+    ],
+)
+def test_stop_strings(
+    fake_engine: Fake, stride: int, stop: Any, text: str, num_tokens: int
+) -> None:
+    """The result is the same however many tokens a round commits."""
+    fake_engine.script, fake_engine.stride = HELLO, stride
+    llm = LLM()
+    (output,) = llm.generate("x", SamplingParams(stop=stop))
+    completion = output.outputs[0]
+    assert completion.text == text
+    assert completion.token_ids == HELLO[:num_tokens]
+    stopped = stop != "nothing"
+    assert completion.finish_reason == ("stop" if stopped else "length")
+    assert completion.stop_reason in (stop if stopped else [None])
+    assert not llm._engine.active
+    streamed = "".join(c.text for c in llm.stream("x", SamplingParams(stop=stop)))
+    assert streamed == text
+
+
+def test_stop_string_can_be_kept(llm: LLM) -> None:
+    params = SamplingParams(stop="o w", include_stop_str_in_output=True)
+    assert llm.generate("x", params)[0].outputs[0].text == "hello w"
+
+
+def test_text_that_may_become_a_stop_string_is_held_back(llm: LLM) -> None:
+    builder = TextBuilder(llm.get_tokenizer(), SamplingParams(stop=["worlds", "ox"]))
+    builder.push(259)
+    assert builder.take(False) == "hell"  # "o" may start "ox"
+    builder.push(264)
+    assert builder.take(False) == "o "
+    assert builder.take(True) == "world"
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_stop_tokens(fake_engine: Fake, stride: int) -> None:
+    """Kept as the last token, left out of the text unless asked for."""
+    fake_engine.script, fake_engine.stride = HELLO, stride
+    llm = LLM()
+    for kept, text in ((False, "hello world"), (True, "hello world!")):
+        params = SamplingParams(stop_token_ids=[33], include_stop_str_in_output=kept)
+        completion = llm.generate("x", params)[0].outputs[0]
+        assert completion.text == text and completion.token_ids == HELLO[:3]
+        assert completion.finish_reason == "stop" and completion.stop_reason == 33
+
+
+def test_end_of_text(fake_engine: Fake) -> None:
+    fake_engine.script, fake_engine.eos = [259, 510, 264], 510
+    llm = LLM()
+    completion = llm.generate("x")[0].outputs[0]
+    assert (completion.text, completion.token_ids) == ("hello", [259, 510])
+    assert completion.finish_reason == "stop" and completion.stop_reason is None
+    completion = llm.generate("x", SamplingParams(ignore_eos=True))[0].outputs[0]
+    assert completion.text == "hello world"
+    shown = SamplingParams(ignore_eos=True, skip_special_tokens=False)
+    assert llm.generate("x", shown)[0].outputs[0].text == "hello<|im_end|> world"
+
+
+def test_incomplete_character_at_the_end(fake_engine: Fake) -> None:
+    fake_engine.script, fake_engine.stride = [259, 0xF0, 0x9F], 1
+    llm = LLM()
+    assert llm.generate("x")[0].outputs[0].text == "hello\ufffd"
+    assert [c.text for c in llm.stream("x")][-3:] == ["hello", "", "\ufffd"]
+
+
+# ---------------------------------------------------------------- streams and statistics
+
+
+def test_stream(llm: LLM) -> None:
+    stream = llm.stream("hello world, and more")
+    chunks = list(stream)
+    assert "".join(c.text for c in chunks) == "hello world!\nhello"
+    assert [t for c in chunks for t in c.token_ids] == HELLO
+    assert chunks[0].text == "" and chunks[0].step.num_prefilled == 4
+    assert [c.finish_reason for c in chunks[-2:]] == [None, "length"]
+    assert stream.output.outputs[0].token_ids == HELLO and stream.output.finished
+
+
+def test_streams_and_generate_share_the_engine(llm: LLM) -> None:
+    first, second = llm.stream("hello"), llm.stream("hello")
+    parts = [next(first).text, next(second).text]
+    (output,) = llm.generate("hello")
+    assert output.outputs[0].token_ids == HELLO
+    assert [t for c in first for t in c.token_ids] == HELLO
+    assert [t for c in second for t in c.token_ids] == HELLO
+    assert parts == ["", ""]
+
+
+def test_a_closed_stream_ends_its_request(llm: LLM) -> None:
+    with llm.stream("hello") as stream:
+        next(stream)
+    assert not llm._engine.active and stream.output.outputs[0].finish_reason == "abort"
+    dropped = llm.stream("hello")
+    del dropped
+    assert not llm._engine.active
+
+
+def test_an_interrupted_generate_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"])
+    assert not llm._running and llm._engine.aborted == [1, 2]
+
+
+def test_statistics(llm: LLM) -> None:
+    spec = llm.generate("hello")[0].spec
+    assert spec.method == "ddtree" and spec.tree_budget == "auto"
+    assert spec.target_forwards == 2 and spec.accept_length_histogram == {3: 1, 2: 1}
+    assert spec.tokens_per_forward == 2.5
+    assert spec.timings["verify_ms"] == 2.0 and spec.timings["prefill_ms"] > 0
+    assert spec.tokens_per_second > 0
+    plain = llm.generate("hello", speculative_config={"method": "none"})[0].spec
+    assert plain.tree_budget is None and plain.accept_length_histogram == {1: 5}
+
+
+def test_chat(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "hello"}])
+    assert output.prompt_token_ids[:2] == [500, 501]
+    assert output.outputs[0].text == "hello world!\nhello"
+    both = llm.chat([[{"role": "user", "content": c}] for c in "ab"])
+    assert len(both) == 2
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat([])
+
+
+def test_progress_and_context_manager(fake_engine: Fake) -> None:
+    seen: list[tuple[int, int]] = []
+    with LLM(progress=lambda done, total: seen.append((done, total))) as llm:
+        assert isinstance(llm.get_tokenizer(), Tokenizer)
+        assert llm.stats()["isa"] == "fake"
+    assert seen == [(1, 2), (2, 2)]
+    assert not hasattr(llm, "_engine")
