@@ -26,7 +26,7 @@ topk_{plain, temperature, ties, masked}
 rope_{interleaved, half_split, yarn}
     x f32 [T, heads, dim], positions i32 [T], interleaved bool [1],
     cos_sin f32 [128, dim] (a position's dim / 2 cosines, then its sines), out f64 [T, heads, dim]
-route_{plain, ties, groups, group_ties, unnormalised}
+route_{plain, ties, groups, group_ties, nan, nan_groups, unnormalised}
     logits f32 [T, E], bias f32 [E], top_k, n_group, topk_group i32 [1], norm_topk_prob bool [1],
     routed_scaling_factor f32 [1], ids i32 [T, top_k], weights f32 [T, top_k]
 experts_{spread, all_on_one}   E experts of 64 -> 32 -> 64, INT4; in `spread` some get no row
@@ -309,6 +309,13 @@ def route_bundle(
 def route_bundles() -> Iterator[tuple[str, Bundle]]:
     logits, bias = normal("route", (33, 64), 1.5), normal("bias", (64,), 0.1)
     yield "plain", route_bundle(logits, bias, 8)
+    missing = logits[:6].copy()
+    missing[0] = np.nan
+    missing[1, 3:] = np.nan  # three numbers for eight places
+    missing[2, ::2] = np.nan
+    missing[3, 8:] = -np.inf
+    yield "nan", route_bundle(missing, bias, 8)
+    yield "nan_groups", route_bundle(missing, bias, 8, 8, 3)
     yield "unnormalised", route_bundle(logits, bias, 8, norm=False)
     yield "groups", route_bundle(logits, bias, 8, 8, 3)
     coarse = np.round(logits)  # few distinct values, and no bias: many exact ties

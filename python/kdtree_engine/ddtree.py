@@ -13,9 +13,10 @@ from kdtree_engine.reference import accept as _reference_accept
 from kdtree_engine.reference import tree as _reference_tree
 from kdtree_engine.reference.tree import DraftTree
 
-__all__ = ["MAX_BUDGET", "DraftTree", "accept", "build_tree"]
+__all__ = ["MAX_BUDGET", "MAX_DEPTH", "DraftTree", "accept", "build_tree"]
 
-MAX_BUDGET = 256  # most nodes the compiled builders take; the reference takes any number
+MAX_BUDGET = 256  # most nodes and depths that the compiled builders take; the reference takes any
+MAX_DEPTH = 64
 
 
 def build_tree(
@@ -31,8 +32,8 @@ def build_tree(
     log-probability that is not finite ends its row. The tree has fewer nodes than `budget` when
     there are not as many continuations, only its root when the budget, L or K is 0.
 
-    `backend`: "reference" (numpy) or "cpu" (compiled, up to 256 nodes); both give the same bits.
-    Raises ValueError naming the argument and the value.
+    `backend`: "reference" (numpy) or "cpu" (compiled, up to 256 nodes and 64 depths); both give the
+    same bits. Raises ValueError naming the argument and the value.
     """
     lp, ids = _checked(logprobs, token_ids)
     if not isinstance(budget, int | np.integer) or isinstance(budget, bool) or budget < 0:
@@ -43,6 +44,8 @@ def build_tree(
         raise ValueError(f"backend is {backend!r}, want 'reference' or 'cpu'")
     if budget > MAX_BUDGET:
         raise ValueError(f"budget is {budget}, backend 'cpu' takes at most {MAX_BUDGET}")
+    if len(lp) > MAX_DEPTH:
+        raise ValueError(f"logprobs has {len(lp)} rows, backend 'cpu' takes at most {MAX_DEPTH}")
     from kdtree_engine import _core
 
     arrays = _core.build_tree(lp, ids, int(budget))

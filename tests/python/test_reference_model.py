@@ -163,6 +163,7 @@ def test_context_may_come_in_pieces(folder, preset):
             [5, 5],
         ),
         ({"layer_types": ["sliding_attention"] * 2, "is_causal": False}, [False, False], [5, 5]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 6}}, [True, True], [6, 6]),
     ],
 )
 def test_causality_and_windows_are_the_checkpoints(folder, tmp_path, keys, causal, window):

@@ -42,9 +42,19 @@ def test_the_bias_chooses_and_does_not_weigh():
     assert np.allclose(weights, 1.5)
 
 
-def test_a_row_of_nan_still_gives_valid_experts():
-    ids, weights = moe.route([[np.nan] * 4], np.zeros(4), 2)
-    assert ids.tolist() == [[0, 1]] and (weights == 0).all()
+def test_an_expert_whose_logit_is_nan_is_never_chosen():
+    nan = np.nan
+    logits = [[nan] * 4, [nan, nan, nan, -1.0], [nan, -1.0, nan, -np.inf]]
+    ids, weights = moe.route(logits, [9.0, 0, 0, 0], 2)
+    assert ids.tolist() == [[-1, -1], [3, -1], [1, 3]]
+    assert weights.tolist() == [[0, 0], [1, 0], [1, 0]]
+    out = moe.experts(np.ones((1, 2)), ids[:1], weights[:1], [(np.ones((2, 2)),) * 3] * 4)
+    assert not out.any()
+
+
+def test_groups_of_nan_come_last():
+    logits = [[np.nan, np.nan, -5.0, -6.0, 1.0, np.nan]]
+    assert moe.route(logits, np.zeros(6), 2, 3, 1)[0].tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize("top_k, n_group, topk_group", [(2, 3, 1), (9, 1, 1), (5, 2, 1), (1, 2, 3)])

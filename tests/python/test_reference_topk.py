@@ -56,6 +56,12 @@ def test_temperature_divides_the_logits():
     assert np.array_equal(topk_logprobs(logits, 3, 0.25)[0], topk_logprobs(logits * 4, 3)[0])
 
 
+def test_the_order_is_that_before_the_temperature():
+    close = np.array([[1.75, np.nextafter(np.float32(1.75), np.float32(2))]], np.float32)
+    assert close[0, 0] / np.float32(1.7) == close[0, 1] / np.float32(1.7)
+    assert topk_logprobs(close, 2, 1.7)[1].tolist() == [[1, 0]]
+
+
 def test_large_logits_do_not_overflow():
     logprobs, _ = topk_logprobs([[3e38, -3e38, 1e38], [-1e4, -1e4, -1e4]], 3)
     assert logprobs[0, 0] == 0 and np.isfinite(logprobs[0, 1])

@@ -36,17 +36,20 @@ class DraftModel:
             name.removeprefix("model."): to_numpy(tensor, dtype)
             for name, tensor in read_tensors(folder).items()
         }
-        options = c.get("dflash_config", {})
-        self.block_size: int = c.get("block_size") or options["block_size"]
+        options = c | c.get("dflash_config", {})  # each of these keys stands in either place
+        self.block_size: int = options["block_size"]
         self.target_layer_ids: list[int] = options["target_layer_ids"]
         self.mask_token_id: int = options["mask_token_id"]
         theta, self._yarn = rope_keys(c)
         self._frequencies = rope.inverse_frequencies(c["head_dim"], theta, self._yarn)
-        kinds = c.get("layer_types") or ["full_attention"] * c["num_hidden_layers"]
+        all_slide = options.get("use_swa", False)
+        window = options["swa_window_size"] if all_slide else options.get("sliding_window", 0)
+        kind = "sliding_attention" if all_slide else "full_attention"
+        kinds = c.get("layer_types") or [kind] * c["num_hidden_layers"]
+        self.layer_window = [window if k == "sliding_attention" else 0 for k in kinds]
         # Where the checkpoint does not say: sliding layers are causal, full ones are not.
-        causal = options.get("causal", c.get("is_causal"))
-        self.layer_causal = [k == "sliding_attention" if causal is None else causal for k in kinds]
-        self.layer_window = [c["sliding_window"] if k == "sliding_attention" else 0 for k in kinds]
+        causal = options.get("causal", options.get("is_causal"))
+        self.layer_causal = [w > 0 if causal is None else causal for w in self.layer_window]
 
     def new_context(self) -> DraftContext:
         """The context of an empty sequence."""

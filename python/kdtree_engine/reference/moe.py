@@ -35,8 +35,9 @@ def route(
     `logits` [T, E]; `bias` [E] takes part in the choice only. Scores are sigmoids. With n_group >
     1, only experts of the topk_group best groups are eligible; a group's score is the sum of its
     two greatest biased scores. Weights are the unbiased scores, divided by their sum + 1e-20 when
-    `norm_topk_prob`, times `scale`. Equals go by lower id, NaN logits count as -inf. Raises
-    ValueError when E is no multiple of n_group or the groups hold fewer than top_k.
+    `norm_topk_prob`, times `scale`. Equals go by lower id. An expert whose logit is NaN is never
+    chosen; where too few others are left the id is -1 and the weight 0. Raises ValueError when E is
+    no multiple of n_group or the groups hold fewer than top_k.
     """
     x = np.asarray(logits, dtype)
     num_experts = x.shape[1]
@@ -49,8 +50,8 @@ def route(
             f"there are {n_group} groups of {group_size} experts"
         )
     with np.errstate(over="ignore"):
-        scores = 1 / (1 + np.exp(-np.where(np.isnan(x), -np.inf, x).astype(dtype)))
-    choice = scores + np.asarray(bias, dtype)
+        scores = 1 / (1 + np.exp(-x))
+    choice = np.where(np.isnan(x), -np.inf, scores + np.asarray(bias, dtype))
     if n_group > 1:
         grouped = choice.reshape(len(x), n_group, group_size)
         group_score = np.sort(grouped, axis=-1)[:, :, -2:].sum(axis=-1)
@@ -58,7 +59,9 @@ def route(
         np.put_along_axis(eligible, _top(group_score, topk_group), True, axis=1)
         choice = np.where(np.repeat(eligible, group_size, axis=1), choice, -np.inf)
     ids = _top(choice, top_k)
-    weights = np.take_along_axis(scores, ids, axis=1)
+    chosen = np.isfinite(np.take_along_axis(choice, ids, axis=1))
+    ids = np.where(chosen, ids, -1)
+    weights = np.where(chosen, np.take_along_axis(scores, ids, axis=1), 0).astype(dtype)
     if norm_topk_prob:
         weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
     return ids.astype(np.int32), weights * float(scale)
@@ -77,10 +80,11 @@ def experts(
 ) -> Floats:
     """[T, H] the weighted sum of each row's experts, added in the order of its ids.
 
-    `matrices`: gate, up [I, H] and down [H, I] of each expert.
+    `matrices`: gate, up [I, H] and down [H, I] of each expert. An id that is no expert adds
+    nothing.
     """
     parts = np.zeros((*ids.shape, x.shape[1]), x.dtype)
-    for expert in np.unique(ids):
+    for expert in range(len(matrices)):
         rows, choices = np.nonzero(ids == expert)
         weighted = weights[rows, choices, None] * mlp(x[rows], *matrices[expert])
         parts[rows, choices] = weighted

@@ -32,7 +32,7 @@ def inverse_frequencies(dim: int, theta: float, yarn: Mapping[str, Any] | None =
 
     low = max(math.floor(index_of(yarn.get("beta_fast", 32.0))), 0)
     high = min(math.ceil(index_of(yarn.get("beta_slow", 1.0))), dim - 1)
-    width = high - low if high > low else 0.001
+    width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(dim // 2) - low) / width, 0, 1)
     return plain * (1 - ramp) + plain / yarn["factor"] * ramp
 

@@ -10,8 +10,8 @@ I32 = npt.NDArray[np.int32]
 def topk_logprobs(logits: npt.ArrayLike, k: int, temperature: float = 1.0) -> tuple[F32, I32]:
     """The k greatest of each row, equals by lower id: log-probabilities [R, k] and ids [R, k].
 
-    `logits` [R, V] are divided by `temperature` in float32 first. A log-probability is logit - lse,
-    both float32; lse over all V is summed in float64 and rounded once. NaN counts as -inf. A row
+    Logits [R, V] are divided by `temperature` in float32. A log-probability is logit - lse, both
+    float32; lse over all V is summed in float64 and rounded once. NaN counts as -inf. A row
     whose greatest logit is not finite has no distribution: all its log-probabilities are -inf.
     Raises ValueError unless 1 <= k <= V and temperature > 0.
     """
@@ -20,15 +20,15 @@ def topk_logprobs(logits: npt.ArrayLike, k: int, temperature: float = 1.0) -> tu
         raise ValueError(f"k is {k}, want 1 to the {x.shape[-1]} columns of logits")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, want a number above 0")
-    x /= np.float32(temperature)
     x[np.isnan(x)] = -np.inf
+    ids = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+    x /= np.float32(temperature)  # after sorting: it may make equal what was not
     greatest = x.max(axis=-1, keepdims=True)
     has_distribution = np.isfinite(greatest)
     shift = np.where(has_distribution, greatest, 0).astype(np.float64)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         total = np.exp(x - shift).sum(axis=-1, keepdims=True)
         lse = (np.log(total) + shift).astype(np.float32)
-        ids = np.argsort(-x, axis=-1, kind="stable")[..., :k]
         logprobs = np.take_along_axis(x, ids, axis=-1) - lse
     logprobs[~np.broadcast_to(has_distribution, logprobs.shape)] = -np.inf
     return logprobs, ids.astype(np.int32)
