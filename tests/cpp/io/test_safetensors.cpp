@@ -49,8 +49,10 @@ std::string tensor(const std::string& dtype, const std::string& shape, const std
 }  // namespace
 
 KDT_TEST(reads_tensors_in_any_order_at_any_address) {
-  const auto tensors = parse(file_of(
-      "{" + entry("b", 1, 3) + "," + entry("a", 0, 1) + ",\"__metadata__\":{\"k\":\"v\"}}", "xyz"));
+  const std::string header =
+      "{" + entry("b", 1, 3) + "," + entry("a", 0, 1) + ",\"__metadata__\":{\"k\":\"v\"}}";
+  const std::string file = file_of(header, "xyz");
+  const auto tensors = parse(file);
   EXPECT_EQ(tensors.size(), size_t{2});
   EXPECT_EQ(tensors.at("a").bytes, uint64_t{1});
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(tensors.at("b").data), 2), "yz");
