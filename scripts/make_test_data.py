@@ -44,7 +44,6 @@ model_{tiny, kimi_groups, plain}   the whole forward in float64 on this preset o
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -54,7 +53,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).parent))
 from kdtree_engine import kdtr
 from kdtree_engine.kdtr import Array, BF16Array, to_bf16
 from kdtree_engine.reference import moe, quant, rope
