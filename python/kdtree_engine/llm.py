@@ -71,8 +71,8 @@ class LLM:
         options = _checked_keys(speculative_config or {})
         drafter = find_drafter(self.model, options.get("model"))
         self.speculative = SpeculativeConfig.from_dict(options, "ddtree" if drafter else "none")
-        if self.speculative.method == "none" and "method" in options:
-            drafter = find_drafter(self.model, options.get("model")) if "model" in options else None
+        if self.speculative.method == "none" and "model" not in options:
+            drafter = None
         if self.speculative.method != "none" and drafter is None:
             raise ValueError(
                 f"speculative_config: method {self.speculative.method!r} needs a drafter, and "
