@@ -94,13 +94,15 @@ def generate(
     terminal = sys.stdout.isatty() and not as_json
     with common.start(llm, text, chat, system, params) as stream:
         with common.prefill_bar(as_json) as show_prefill:
-            if terminal and not chat:
-                sys.stdout.write(f"\x1b[2m{common.printable(text)}\x1b[0m")
+            echo = f"\x1b[2m{common.printable(text)}\x1b[0m" if terminal and not chat else ""
             for chunk in stream:
                 show_prefill(chunk)
-                if not as_json:
-                    sys.stdout.write(common.printable(chunk.text) if terminal else chunk.text)
-                    sys.stdout.flush()
+                if as_json or not (chunk.token_ids or chunk.text):
+                    continue
+                new = common.printable(chunk.text) if terminal else chunk.text
+                sys.stdout.write(echo + new)
+                sys.stdout.flush()
+                echo = ""
         output = stream.output
     if as_json:
         print(json.dumps(_record(output)))

@@ -211,7 +211,10 @@ def bench(
             metavar="FILE", help=f"Prompts.  [default: {PROMPTS_FILE} in the model's folder]"
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Only the first N prompts.  [0: all]")] = 0,
+    limit: Annotated[
+        int,
+        typer.Option(min=0, show_default=False, help="Only the first N prompts.  [default: all]"),
+    ] = 0,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens a prompt.")
     ] = 128,
@@ -286,9 +289,9 @@ def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> flo
 def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int) -> None:
     table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each")
     table.add_column("setting")
-    for name in ("tokens per forward", "tokens/s", "speed-up over plain"):
-        table.add_column(name, justify="right")
-    table.add_column("identical to plain")
+    for name in ("tokens per forward", "tokens/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("same tokens")
     for setting in settings:
         record = setting.record(settings[0])
         table.add_row(

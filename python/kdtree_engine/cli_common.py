@@ -27,12 +27,21 @@ DraftModel = Annotated[
     typer.Option(help="Drafter's folder.  [default: the folder 'drafter' inside the model's]"),
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu.")]
-NumThreads = Annotated[int, typer.Option("--num-threads", "-t", help="0: one a core.")]
+NumThreads = Annotated[
+    int,
+    typer.Option("--num-threads", "-t", show_default=False, help="[default: one a core]"),
+]
 MaxModelLen = Annotated[
-    int, typer.Option(help="Most tokens of prompt and text.  [0: as many as the model takes]")
+    int,
+    typer.Option(
+        show_default=False, help="Most tokens of prompt and text.  [default: the model's own]"
+    ),
 ]
 TreeTopk = Annotated[
-    int, typer.Option(help="Candidates at each depth of the tree.  [0: as many as the budget]")
+    int,
+    typer.Option(
+        show_default=False, help="Candidates at each depth.  [default: as many as the budget]"
+    ),
 ]
 DraftTemperature = Annotated[
     float, typer.Option(help="Divides the drafter's logits; the text does not depend on it.")
@@ -101,7 +110,7 @@ def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
         yield lambda chunk: None
         return
     columns = (TextColumn("reading the prompt"), BarColumn(), TextColumn("{task.completed} tokens"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("prefill", total=None)
 
         def show(chunk: "StreamChunk") -> None:
