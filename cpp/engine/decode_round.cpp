@@ -1,0 +1,307 @@
+// One round of decoding: draft, build, verify, accept, commit.
+#include <algorithm>
+
+#include "backend/checks.h"
+#include "core/clock.h"
+#include "engine/engine.h"
+
+namespace kdt {
+namespace {
+
+// The widest tree that automatic choice considers: past it the drafter's probabilities are too small to pay.
+constexpr int64_t kMaxAutoBudget = 64;
+
+}  // namespace
+
+void DraftTree::truncate(int64_t count) {
+  for (auto* list : {&tokens, &parents, &depths, &first_child, &next_sibling}) list->resize(count);
+  logw.resize(count);
+  // Siblings are linked in ascending order, so what is left of a list is its start.
+  for (auto* links : {&first_child, &next_sibling}) {
+    for (int32_t& link : *links) link = link < count ? link : -1;
+  }
+}
+
+// How deep a tree may go: not past the block, the last token asked for, or what the drafter has positions for.
+int64_t Engine::draft_depth(const Request& request) const {
+  if (request.method == Method::kPlain) return 0;
+  const auto length = static_cast<int64_t>(request.token_ids.size());
+  const int64_t positions = draft_->config().max_position_embeddings;
+  if (positions > 0 && length - 1 + draft_->config().block_size > positions) return 0;
+  return std::min(block_drafts(), request.max_length - length - 1);
+}
+
+void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
+  if (!costs_.measured() && std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->is_auto(); })) {
+    measure_costs();
+  }
+  for (size_t i = 0; i < requests.size(); ++i) outputs[i]->root_token_id = requests[i]->token_ids.back();
+  if (draft_) draft_trees(requests, outputs);
+
+  std::vector<std::vector<int32_t>> target_tokens;
+  for (size_t begin = 0; begin < requests.size();) {
+    int64_t rows = 0;
+    size_t end = begin;
+    for (; end < requests.size(); ++end) {
+      rows += std::max<int64_t>(1, outputs[end]->tree.num_nodes());
+      if (end > begin && rows > max_rows_) break;
+    }
+    std::vector<Request*> some(requests.begin() + static_cast<int64_t>(begin), requests.begin() + static_cast<int64_t>(end));
+    std::vector<StepOutput*> some_outputs(outputs.begin() + static_cast<int64_t>(begin),
+                                          outputs.begin() + static_cast<int64_t>(end));
+    verify(some, some_outputs, target_tokens);
+    const Clock clock;
+    int64_t row = 0;
+    for (size_t i = 0; i < some.size(); ++i) {
+      accept_and_commit(*some[i], *some_outputs[i], target_tokens[i], row);
+      row += static_cast<int64_t>(target_tokens[i].size());
+    }
+    const double ms = clock.ms();
+    stats_.commit_ms += ms;
+    for (StepOutput* output : some_outputs) output->commit_ms = ms;
+    begin = end;
+  }
+}
+
+void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
+  const Clock draft_clock;
+  std::vector<size_t> drafting;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (draft_depth(*requests[i]) > 0 && (!requests[i]->is_auto() || requests[i]->auto_budget.should_draft(costs_))) {
+      drafting.push_back(i);
+    }
+  }
+  if (drafting.empty()) return;
+  for (const size_t i : drafting) extend_context(*requests[i]);
+  const DraftConfig& config = draft_->config();
+  draft_batch_->clear();
+  for (const size_t i : drafting) {
+    const Request& request = *requests[i];
+    std::vector<int32_t> block(config.block_size, static_cast<int32_t>(config.mask_token_id));
+    block[0] = request.token_ids.back();
+    draft_batch_->begin_sequence(request.num_context, block_table(request.slot));
+    draft_batch_->add_chain(block.data(), config.block_size, request.num_context);
+  }
+  draft_batch_->upload();
+  const auto count = static_cast<int64_t>(drafting.size());
+  draft_->draft(*draft_batch_, *target_, *draft_cache_, draft_logits_.tensor.rows(0, count * block_drafts()));
+  backend_->synchronize();
+  ++stats_.draft_forwards;
+  const double draft_ms = draft_clock.ms();
+  stats_.draft_ms += draft_ms;
+  if (costs_.measured() && count == 1) costs_.observe_draft(draft_ms);
+
+  const Clock build_clock;
+  for (size_t i = 0; i < drafting.size(); ++i) {
+    const Request& request = *requests[drafting[i]];
+    StepOutput& output = *outputs[drafting[i]];
+    output.tree = build_tree(request, draft_logits_.tensor.rows(static_cast<int64_t>(i) * block_drafts(), block_drafts()),
+                             draft_depth(request));
+    if (request.is_auto()) output.tree.truncate(request.auto_budget.choose_slots(output.tree.logw, costs_));
+    output.draft_ms = draft_ms;
+  }
+  const double build_ms = build_clock.ms();
+  stats_.build_ms += build_ms;
+  for (const size_t i : drafting) outputs[i]->build_ms = build_ms;
+}
+
+DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64_t max_depth) {
+  const bool chain = request.method == Method::kChain;
+  int64_t budget = request.options.tree_budget;
+  if (budget == 0) budget = chain ? max_depth : kMaxAutoBudget;
+  int64_t width = request.options.tree_topk == 0 ? budget : request.options.tree_topk;
+  width = chain ? 1 : std::min({width, budget, config_.vocab_size});
+
+  const Buffer logprobs = backend_->allocate(DType::kFloat32, {max_depth, width});
+  const Buffer ids = backend_->allocate(DType::kInt32, {max_depth, width});
+  backend_->topk_logprobs({.logits = logits.rows(0, max_depth),
+                           .temperature = static_cast<float>(request.options.draft_temperature),
+                           .logprobs = logprobs.tensor,
+                           .ids = ids.tensor});
+  const Buffer arrays = backend_->allocate(DType::kInt32, {5, budget + 1});
+  const Buffer logw = backend_->allocate(DType::kFloat64, {budget + 1});
+  const Buffer num_nodes = backend_->allocate(DType::kInt32, {1});
+  const auto array = [&](int64_t i) { return arrays.tensor.rows(i, 1).view({budget + 1}); };
+  backend_->tree_build({.logprobs = logprobs.tensor,
+                        .ids = ids.tensor,
+                        .budget = budget,
+                        .tokens = array(0),
+                        .parents = array(1),
+                        .depths = array(2),
+                        .first_child = array(3),
+                        .next_sibling = array(4),
+                        .logw = logw.tensor,
+                        .num_nodes = num_nodes.tensor});
+  int32_t count = 0;
+  backend_->download(&count, num_nodes.tensor);
+  DraftTree tree;
+  int64_t i = 0;
+  for (auto* list : {&tree.tokens, &tree.parents, &tree.depths, &tree.first_child, &tree.next_sibling}) {
+    list->resize(count);
+    backend_->download(list->data(), array(i++).rows(0, count));
+  }
+  tree.logw.resize(count);
+  backend_->download(tree.logw.data(), logw.tensor.rows(0, count));
+  return tree;
+}
+
+void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs,
+                    std::vector<std::vector<int32_t>>& target_tokens) {
+  const Clock clock;
+  batch_->clear();
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const Request& request = *requests[i];
+    const DraftTree& tree = outputs[i]->tree;
+    batch_->begin_sequence(request.num_cached, block_table(request.slot));
+    batch_->add_row(request.token_ids.back(), request.num_cached, -1);
+    for (int64_t slot = 1; slot < tree.num_nodes(); ++slot) {
+      batch_->add_row(tree.tokens[slot], request.num_cached + tree.depths[slot], tree.parents[slot]);
+    }
+  }
+  batch_->upload();
+  target_->forward(*batch_, *target_cache_);
+  const std::vector<int32_t> tokens = next_tokens(0, batch_->num_rows());
+  target_tokens.clear();
+  int64_t row = 0;
+  for (const StepOutput* output : outputs) {
+    const int64_t count = std::max<int64_t>(1, output->tree.num_nodes());
+    target_tokens.emplace_back(tokens.begin() + row, tokens.begin() + row + count);
+    row += count;
+  }
+  ++stats_.target_forwards;
+  const double ms = clock.ms();
+  stats_.verify_ms += ms;
+  for (StepOutput* output : outputs) output->verify_ms = ms;
+  if (costs_.measured() && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), ms);
+}
+
+void Engine::accept_and_commit(Request& request, StepOutput& output, const std::vector<int32_t>& target_tokens,
+                               int64_t first_row) {
+  const DraftTree& tree = output.tree;
+  const auto slots = static_cast<int64_t>(target_tokens.size());
+  output.accepted = {0};
+  if (slots > 1) {
+    const Buffer arrays = backend_->allocate(DType::kInt32, {5, slots});
+    const Buffer results = backend_->allocate(DType::kInt32, {2});
+    const auto array = [&](int64_t i) { return arrays.tensor.rows(i, 1).view({slots}); };
+    backend_->upload(array(0), tree.tokens.data());
+    backend_->upload(array(1), tree.first_child.data());
+    backend_->upload(array(2), tree.next_sibling.data());
+    backend_->upload(array(3), target_tokens.data());
+    backend_->tree_accept({.tokens = array(0),
+                           .first_child = array(1),
+                           .next_sibling = array(2),
+                           .target = array(3),
+                           .accepted = array(4),
+                           .accept_length = results.tensor.rows(0, 1),
+                           .bonus_token = results.tensor.rows(1, 1)});
+    int32_t length = 0;
+    backend_->download(&length, results.tensor.rows(0, 1));
+    output.accepted.resize(length);
+    backend_->download(output.accepted.data(), array(4).rows(0, length));
+  }
+
+  // The tokens after each accepted slot; those past a stop are dropped with the request.
+  std::vector<int32_t> tokens;
+  for (const int32_t slot : output.accepted) tokens.push_back(target_tokens[slot]);
+  output.accept_length = static_cast<int64_t>(tokens.size());
+  if (request.is_auto() && tree.num_nodes() > 0) {
+    request.auto_budget.observe(tree.logw, output.accept_length, costs_);
+  }
+  commit_tokens(request, tokens, output);
+  if (output.finished) {
+    output.accept_length = static_cast<int64_t>(output.token_ids.size());
+    output.accepted.resize(output.accept_length);
+    return;
+  }
+
+  const auto count = static_cast<int64_t>(output.accepted.size());
+  std::vector<int32_t> from(count), to(count), rows(count);
+  bool moves = false;
+  for (int64_t i = 0; i < count; ++i) {
+    from[i] = static_cast<int32_t>(request.num_cached + output.accepted[i]);
+    to[i] = static_cast<int32_t>(request.num_cached + i);
+    rows[i] = static_cast<int32_t>(first_row + output.accepted[i]);
+    moves = moves || from[i] != to[i];
+  }
+  if (moves) {
+    const std::vector<int32_t> blocks = block_table(request.slot);
+    const Buffer table = backend_->allocate(DType::kInt32, {blocks_per_slot_});
+    const Buffer lists = backend_->allocate(DType::kInt32, {2, count});
+    const Tensor from_rows = lists.tensor.rows(0, 1).view({count});
+    const Tensor to_rows = lists.tensor.rows(1, 1).view({count});
+    backend_->upload(table.tensor, blocks.data());
+    backend_->upload(from_rows, from.data());
+    backend_->upload(to_rows, to.data());
+    backend_->kv_compact(*target_cache_, table.tensor, from_rows, to_rows);
+  }
+  if (request.method != Method::kPlain) keep_features(request, rows);
+  request.num_cached += count;
+}
+
+void Engine::keep_features(Request& request, const std::vector<int32_t>& rows) {
+  const auto count = static_cast<int64_t>(rows.size());
+  if (request.num_pending + count > max_rows_) extend_context(request);
+  const Tensor indices = row_indices_.tensor.rows(0, count);
+  backend_->upload(indices, rows.data());
+  backend_->gather_rows(target_->features(batch_->num_rows()), indices,
+                        pending_features_[request.slot].tensor.rows(request.num_pending, count));
+  request.num_pending += count;
+}
+
+void Engine::extend_context(Request& request) {
+  if (request.num_pending == 0) return;
+  // Only the rows' positions matter here; the features stand in for the tokens.
+  const std::vector<int32_t> tokens(request.num_pending, 0);
+  context_batch_->clear();
+  context_batch_->begin_sequence(request.num_context, block_table(request.slot));
+  context_batch_->add_chain(tokens.data(), request.num_pending, request.num_context);
+  context_batch_->upload();
+  draft_->extend_context(*context_batch_, pending_features_[request.slot].tensor.rows(0, request.num_pending),
+                         *draft_cache_);
+  request.num_context += request.num_pending;
+  request.num_pending = 0;
+}
+
+// Times passes of both models in the spare slot: a few of each size, the quickest counts.
+void Engine::measure_costs() {
+  constexpr int64_t kContext = 128;
+  constexpr int kRepeats = 4;
+  const int64_t context = std::min(kContext, max_model_len_ / 2);
+  const auto quickest = [&](const auto& body) {
+    double best = 0;
+    for (int i = 0; i < kRepeats; ++i) {
+      const Clock clock;
+      body();
+      backend_->synchronize();
+      best = i == 0 ? clock.ms() : std::min(best, clock.ms());
+    }
+    return best;
+  };
+  std::vector<std::pair<int64_t, double>> points;
+  for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 41, 49, 65}) {
+    batch_->clear();
+    batch_->begin_sequence(context, block_table(spare_slot()));
+    // Spread over the vocabulary, so that rows go to different experts.
+    for (int64_t row = 0; row < rows; ++row) {
+      batch_->add_row(static_cast<int32_t>(row * 7919 % config_.vocab_size),
+                      std::min(context + row, max_model_len_ - 1), static_cast<int32_t>(row) - 1);
+    }
+    batch_->upload();
+    points.emplace_back(rows, quickest([&] {
+                          target_->forward(*batch_, *target_cache_);
+                          next_tokens(0, rows);
+                        }));
+  }
+  costs_.set_verify(std::move(points));
+
+  const std::vector<int32_t> block(draft_->config().block_size, static_cast<int32_t>(draft_->config().mask_token_id));
+  draft_batch_->clear();
+  draft_batch_->begin_sequence(context, block_table(spare_slot()));
+  draft_batch_->add_chain(block.data(), draft_->config().block_size, context);
+  draft_batch_->upload();
+  costs_.set_draft(quickest(
+      [&] { draft_->draft(*draft_batch_, *target_, *draft_cache_, draft_logits_.tensor.rows(0, block_drafts())); }));
+}
+
+}  // namespace kdt

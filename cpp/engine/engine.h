@@ -1,0 +1,113 @@
+// The engine: a loaded target with its drafter, and the requests it works on in rounds.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "engine/auto_budget.h"
+#include "engine/request.h"
+#include "model/draft_model.h"
+#include "model/row_batch.h"
+#include "model/target_model.h"
+
+namespace kdt {
+
+struct EngineOptions {
+  std::string model;    // checkpoint folder
+  std::string drafter;  // checkpoint folder; "": none
+  std::string device = "cpu";
+  int num_threads = 0;           // 0: one a core
+  int64_t max_model_len = 0;     // 0: the checkpoint's max_position_embeddings
+  int64_t max_num_seqs = 8;
+  int64_t prefill_chunk_size = 256;
+  double latent_rms_norm_eps = 0;  // 0: as the checkpoint says
+  LoadProgress progress;
+};
+
+struct EngineStats {
+  int64_t target_forwards = 0, draft_forwards = 0, generated_tokens = 0, prefill_tokens = 0;
+  double prefill_ms = 0, draft_ms = 0, build_ms = 0, verify_ms = 0, commit_ms = 0;
+};
+
+// Not for use by several threads at once.
+class Engine {
+ public:
+  // Throws Error for files and std::invalid_argument for options, naming the field and the value.
+  explicit Engine(const EngineOptions& options);
+
+  // Returns the request's id. Throws std::invalid_argument for an empty prompt, one longer than max_model_len, an id
+  // outside the vocabulary or a bad option; then nothing has changed.
+  int64_t add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
+  // One round for every active request: a chunk of its prompt, or draft, build, verify, accept and commit.
+  std::vector<StepOutput> step();
+  bool has_unfinished() const { return !waiting_.empty() || !active_.empty() || !ended_.empty(); }
+  // Ends a request at once. False when there is none of that id.
+  bool abort(int64_t request_id);
+
+  // Logits [n, vocab_size] after each token. Other requests are not touched.
+  std::vector<float> logits(const std::vector<int64_t>& token_ids);
+  // Logits [m, vocab_size] of every slot of a tree behind `prefix`, verified in one pass. tokens, parents [m].
+  std::vector<float> tree_logits(const std::vector<int64_t>& prefix, const std::vector<int64_t>& tokens,
+                                 const std::vector<int64_t>& parents);
+
+  const ModelConfig& model_config() const { return config_; }
+  const DraftConfig* draft_config() const { return draft_ ? &draft_->config() : nullptr; }
+  const TargetModel& target() const { return *target_; }
+  const EngineStats& stats() const { return stats_; }
+  const CostModel& costs() const { return costs_; }
+  int64_t max_model_len() const { return max_model_len_; }
+  int64_t num_active() const { return static_cast<int64_t>(active_.size()); }
+  int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
+
+ private:
+  void load(const EngineOptions& options);
+  Method checked_method(const RequestOptions& options) const;
+  void check_token_ids(const char* name, const std::vector<int64_t>& token_ids) const;
+  // Blocks of a slot's part of the caches; the last slot is for passes outside of any request.
+  std::vector<int32_t> block_table(int64_t slot) const;
+  int64_t spare_slot() const { return max_num_seqs_; }
+  int64_t block_drafts() const { return draft_->config().block_size - 1; }
+
+  void admit();
+  void prefill(Request& request, StepOutput& output);
+  // The round of requests that are past their prompt; as many at a time as fit one pass.
+  void decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs);
+  void draft_trees(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs);
+  DraftTree build_tree(const Request& request, const Tensor& logits, int64_t max_depth);
+  void verify(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs,
+              std::vector<std::vector<int32_t>>& target_tokens);
+  void accept_and_commit(Request& request, StepOutput& output, const std::vector<int32_t>& target_tokens,
+                         int64_t first_row);
+  // Appends tokens up to the first that stops the request.
+  void commit_tokens(Request& request, const std::vector<int32_t>& tokens, StepOutput& output);
+  int64_t draft_depth(const Request& request) const;
+  // Moves rows of the last pass's features to the request's pending ones.
+  void keep_features(Request& request, const std::vector<int32_t>& rows);
+  void extend_context(Request& request);
+  void measure_costs();
+  // The target's next tokens after the pass's rows [begin, begin + count).
+  std::vector<int32_t> next_tokens(int64_t begin, int64_t count);
+  void append_logits(int64_t num_rows, std::vector<float>& out);
+
+  std::unique_ptr<Backend> backend_;
+  ModelConfig config_;
+  int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0, blocks_per_slot_ = 0;
+  std::unique_ptr<TargetModel> target_;
+  std::unique_ptr<DraftModel> draft_;
+  std::unique_ptr<KvCache> target_cache_, draft_cache_;
+  std::unique_ptr<RowBatch> batch_, draft_batch_, context_batch_;
+  Buffer logits_, token_out_, draft_logits_, row_indices_;
+  std::vector<Buffer> pending_features_;  // one a slot
+  std::vector<int64_t> free_slots_;
+  std::deque<std::unique_ptr<Request>> waiting_;
+  std::vector<std::unique_ptr<Request>> active_;
+  std::vector<StepOutput> ended_;  // finished before they began, for the next step to tell
+  int64_t next_id_ = 0;
+  CostModel costs_;
+  EngineStats stats_;
+};
+
+}  // namespace kdt
