@@ -10,7 +10,7 @@ from typing import Any
 from kdtree_engine import _core
 from kdtree_engine.outputs import RequestOutput, StreamChunk
 from kdtree_engine.outputs import Sequence as _Sequence
-from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig, integer
 from kdtree_engine.tokenizer import RANKS_FILE, Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -242,8 +242,8 @@ class LLM:
         room = max(0, self.config["max_model_len"] - len(ids))
         budget = speculative.tree_budget
         options = _core.RequestOptions(
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            stop_token_ids=list(params.stop_token_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=[self._token_id("stop_token_ids", i) for i in params.stop_token_ids],
             ignore_eos=params.ignore_eos,
             method=speculative.method,
             tree_budget=budget if isinstance(budget, int) else 0,
@@ -269,10 +269,15 @@ class LLM:
         listed = list(prompt["prompt_token_ids"])
         if not listed:
             raise ValueError("prompt_token_ids is empty: want at least one token")
-        for value in listed:
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ValueError(f"prompt_token_ids holds {value!r}, want integers")
-        return None, [int(value) for value in listed]
+        return None, [self._token_id("prompt_token_ids", value) for value in listed]
+
+    def _token_id(self, name: str, value: Any) -> int:
+        """`value` as an id of the vocabulary."""
+        token_id = integer(name, value)
+        vocab_size = self.config["model"]["vocab_size"]
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} holds {token_id}, want 0 to {vocab_size - 1}")
+        return token_id
 
     def _step(self) -> None:
         """One step of the engine; its outputs go to the requests they belong to."""

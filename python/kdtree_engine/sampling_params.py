@@ -1,6 +1,5 @@
 """Options of one request, under vLLM's names. Every field is applied or refused, never ignored."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -79,7 +78,7 @@ class SamplingParams:
                     f"{' or '.join(repr(v) for v in neutral)}"
                 )
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens)
+            self.max_tokens = integer("max_tokens", self.max_tokens)
             if self.max_tokens < 0:
                 raise ValueError(f"max_tokens is {self.max_tokens}, want at least 0")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -89,10 +88,10 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, want strings that are not empty")
-        self.stop_token_ids = [_integer("stop_token_ids", i) for i in self.stop_token_ids or ()]
+        self.stop_token_ids = [integer("stop_token_ids", i) for i in self.stop_token_ids or ()]
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
     """`value` as an int; floats are refused, whole or not, as they hide mistakes."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} is {value!r}, want an integer")
@@ -130,12 +129,12 @@ class SpeculativeConfig:
             return cls(method=method)
         budget = options.get("tree_budget", "auto")
         if budget != "auto":
-            budget = _integer("speculative_config: tree_budget", budget)
+            budget = integer("speculative_config: tree_budget", budget)
             if not 1 <= budget <= MAX_BUDGET:
                 raise ValueError(
                     f"speculative_config: tree_budget is {budget}, want 1 to {MAX_BUDGET} or 'auto'"
                 )
-        topk = _integer("speculative_config: tree_topk", options.get("tree_topk", 0))
+        topk = integer("speculative_config: tree_topk", options.get("tree_topk", 0))
         if not 0 <= topk <= MAX_BUDGET:
             raise ValueError(
                 f"speculative_config: tree_topk is {topk}, want 1 to {MAX_BUDGET}, or 0"
@@ -143,8 +142,8 @@ class SpeculativeConfig:
         heat = options.get("draft_temperature", 1.0)
         if isinstance(heat, bool) or not isinstance(heat, int | float):
             raise ValueError(f"speculative_config: draft_temperature is {heat!r}, want a number")
-        if not (math.isfinite(heat) and heat > 0):
-            raise ValueError(f"speculative_config: draft_temperature is {heat}, want above 0")
+        if not 1e-3 <= heat <= 1e3:
+            raise ValueError(f"speculative_config: draft_temperature is {heat}, want 0.001 to 1000")
         return cls(method, budget, topk, float(heat))
 
 

@@ -315,7 +315,7 @@ def test_bench_arithmetic(
 ) -> None:
     config = dict.fromkeys(
         ("kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers", "num_attention_heads"), 2
-    )
+    ) | {"vocab_size": 512}
     monkeypatch.setattr(
         scripted, "config", lambda self: {"model": config, "drafter": None, "max_model_len": 512}
     )

@@ -184,8 +184,10 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
-        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids holds 1\.5"),
-        ({"prompt_token_ids": [True]}, "prompt_token_ids holds True"),
+        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids is 1\.5"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids is True"),
+        ({"prompt_token_ids": [0, 512]}, "prompt_token_ids holds 512, want 0 to 511"),
+        ({"prompt_token_ids": [-(2**70)]}, "prompt_token_ids holds -"),
         ({"prompt": "x"}, "want a string"),
         (3, "prompt is 3"),
         (None, "prompt is None"),
