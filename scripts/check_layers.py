@@ -38,7 +38,7 @@ MAX_LINES = 450
 
 # Written so that this file does not hold what it looks for.
 REGISTRIES = re.compile(
-    r"py" r"pi\.org|python" r"hosted|deb" r"ian\.org|npm" r"js\.|crates" r"\.io"
+    r"py" r"pi\.org|python" r"hosted|\w\.deb" r"ian\.org|npm" r"js\.|crates" r"\.io"
 )
 MACHINE_PATHS = re.compile(r"(?<![\w.:/*-])/(work|home|root|Users|mnt|workspace|tmp/\w+)(/|\b)")
 

@@ -65,6 +65,8 @@ def test_words_stay_where_they_belong(name: str, line: str, allowed: bool) -> No
     [
         ("pip install kdtree-engine", True),
         ("--index-url https://py" + "pi.org/simple", False),
+        ("deb http://ftp.deb" + "ian.org stable main", False),
+        ("Someone <someone@deb" + "ian.org>", True),
         ("/usr/local/cuda/bin/nvcc", True),
         ("a path like /ho" + "me/someone/model", False),
         ("open('/wo" + "rk/main/x')", False),
