@@ -46,7 +46,7 @@ def tiny_corpus(text: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sources.compress(documents, folder / "corpus-0.xz", preset=1)
     size = sum(len(body) for _, body in documents)
-    row = ("local", "text", "0", "unknown", "source", len(documents), size, "-", "-")
+    row = ("local", "text", "0", "unknown", "", "source", len(documents), size, "-", "-")
     lines = ["\t".join(sources.COLUMNS), "\t".join(map(str, row))]
     (folder / "SOURCES.tsv").write_text("\n".join(lines) + "\n")
     tokenizer.train_on_corpus(documents, TINY, 5.0, folder / "tiktoken.model")

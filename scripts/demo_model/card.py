@@ -1,8 +1,11 @@
 """The texts that go with the model: MODEL_CARD.md and NOTICE."""
 
+from pathlib import Path
 from typing import Any
 
 from .config import TargetConfig
+
+_LICENCES = Path(__file__).parent / "data" / "licences"
 
 _CARD = """\
 # k2-nano
@@ -28,10 +31,11 @@ began with [BOS] and ended with [EOS]; chat turns end with <|im_end|>.
 
 ## Training
 
-From scratch on {corpus_mb:.0f} MB of permissively licensed text (SOURCES.tsv and NOTICE
-list every package): {steps} steps, {tokens:.0f} M tokens, the last part through INT4. Passes over
-each stream: {epochs}. The drafter was trained on {generated:.0f} M tokens that the target wrote,
-with the target's distributions as labels, {blocks:.1f} M blocks.
+From scratch on {corpus_mb:.0f} MB of permissively licensed text (NOTICE lists every package):
+{steps} steps, {tokens:.0f} M tokens, the last part through INT4. Passes over each stream:
+{epochs}. The drafter was trained on {generated:.0f} M tokens that the target
+wrote, with the target's distributions as labels, {blocks:.1f} M blocks. The timed stages took
+{minutes:.1f} minutes.
 
 ## Measured
 
@@ -114,6 +118,7 @@ def model_card(
         steps=training["steps"],
         tokens=training["tokens"] / 1e6,
         epochs=", ".join(f"{k} {v}" for k, v in training["epochs"].items()),
+        minutes=sum(training["seconds"].values()) / 60,
         generated=training["generated_tokens"] / 1e6,
         blocks=training["blocks"] / 1e6,
         losses="\n".join(f"| {k} | {nats[k]:.3f} | {bits[k]:.3f} |" for k in nats),
@@ -137,17 +142,30 @@ def model_card(
     )
 
 
-def notice(sources: list[dict[str, str]]) -> str:
-    """The text of NOTICE: every package the weights were trained or measured on."""
-    rows = [
-        f"{row['package']} {row['version']} ({row['registry']}): {row['licence']}, "
-        f"{row['files']} files{', held out' if row['group'] == 'heldout' else ''}"
-        for row in sources
-        if int(row["files"])
-    ]
+def notice(sources: list[dict[str, str]], bench: list[dict[str, str]]) -> str:
+    """The text of NOTICE: every package the weights were trained or measured on, and the
+    licences of those that heldout_prompts.json quotes."""
+    quoted_names = {prompt["name"].split("/")[1] for prompt in bench}
+    rows, quoted, texts = [], [], {}
+    for row in sources:
+        name, licence = row["package"], row["licence"]
+        holder = f". {row['copyright']}" if row["copyright"] else ""
+        if int(row["files"]):
+            where = f"{name} {row['version']} ({row['registry']})"
+            held_out = ", held out" if row["group"] == "heldout" else ""
+            rows.append(f"{where}: {licence}, {row['files']} files{held_out}{holder}")
+        if name in quoted_names:
+            quoted.append(f"{name}: {licence}{holder}")
+            text = _LICENCES / f"{licence}.txt"
+            if text.is_file():
+                texts[licence] = text.read_text()
+    conditions = [f"{licence}:\n\n{text}" for licence, text in sorted(texts.items())]
     return (
         "k2-nano\n\nThe weights in this folder were trained on text from the packages below, each"
         " under the\npermissive licence named; packages marked as held out were only measured on."
-        " No text under a\ncopyleft licence was used. heldout_prompts.json quotes held-out files"
-        " under their licences.\n\n" + "\n".join(rows) + "\n"
+        " No text under a\ncopyleft licence was used.\n\n"
+        + "\n".join(rows)
+        + "\n\nheldout_prompts.json and the samples of MODEL_CARD.md quote short passages of the"
+        " following\npackages, under the licences given. The text of Apache-2.0 is in this"
+        " project's LICENSE.\n\n" + "\n".join(quoted) + "\n\n" + "\n".join(conditions)
     )

@@ -92,6 +92,7 @@ def train(
     def warm_up() -> None:
         loss_of_batch()[0].backward()
         optimizer.clear()
+        optimizer.muon.warm_up()
 
     pacer = Pacer(device)
     pacer.pause(warm_up)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiktoken
 import torch
 
 from . import acceptance, data, functions, tokenizer
@@ -166,19 +167,35 @@ def evaluate(
         encoding,
         s.bench_prompts,
     )
-    texts = [encoding.encode_ordinary(prompt["text"]) for prompt in bench]
-    rows = continue_all(target, device, texts, s.bench_continuation, 0.0)
-    starts = [len(t) for t in texts]
-    accepted = acceptance.measure(target, drafter, rows, starts, device, pool)
-    for kind in ("code", "function"):
-        of_kind = [i for i, prompt in enumerate(bench) if prompt["kind"] == kind]
-        table = {"prompts": len(of_kind), **accepted.tokens_per_forward(of_kind)}
-        metrics["acceptance"][f"bench_{kind}"] = table
-    table = {"prompts": len(bench), **accepted.tokens_per_forward()}
-    metrics["acceptance"]["bench"] = table
-    log("tokens per forward, bench prompts", table)
+    tables = bench_acceptance(target, drafter, bench, encoding, device, pool, s.bench_continuation)
+    metrics["acceptance"] |= tables
+    log("tokens per forward, bench prompts", tables["bench"])
     metrics["gates"] = gates(metrics)
     return metrics, bench, samples
+
+
+def bench_acceptance(
+    target: Target,
+    drafter: Drafter,
+    bench: list[dict[str, str]],
+    encoding: tiktoken.Encoding,
+    device: Device,
+    pool: multiprocessing.pool.Pool | None,
+    continuation: int = EvaluateSettings.bench_continuation,
+) -> dict[str, dict[str, float]]:
+    """Tokens per forward on the bench prompts, by kind and for all."""
+    texts = [encoding.encode_ordinary(prompt["text"]) for prompt in bench]
+    rows = continue_all(target, device, texts, continuation, 0.0)
+    accepted = acceptance.measure(target, drafter, rows, [len(t) for t in texts], device, pool)
+    tables = {}
+    for kind in ("code", "function"):
+        of_kind = [i for i, prompt in enumerate(bench) if prompt["kind"] == kind]
+        tables[f"bench_{kind}"] = {
+            "prompts": len(of_kind),
+            **accepted.tokens_per_forward(of_kind),
+        }
+    tables["bench"] = {"prompts": len(bench), **accepted.tokens_per_forward()}
+    return tables
 
 
 def gates(metrics: dict[str, Any]) -> list[dict[str, Any]]:

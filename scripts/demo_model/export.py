@@ -230,8 +230,10 @@ def export(
     metrics["requantization_difference"] = worst
     _write_json(folder / "metrics.json", metrics)
     sources = read_sources(data)
-    (folder / "NOTICE").write_text(card.notice(sources))
+    (folder / "NOTICE").write_text(card.notice(sources, bench))
     (folder / "MODEL_CARD.md").write_text(card.model_card(c, metrics, sources, samples))
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     log(f"exported {folder}: {size / 1e6:.2f} MB")
     if size > MAX_TOTAL_BYTES:

@@ -51,7 +51,8 @@ def _in_turn(documents: list[Document], seed: int) -> list[Document]:
     for document in documents:
         group, package, _ = document[0].split("/", 2)
         key = package if group == "heldout" else "files"
-        if document[0].endswith(".py"):
+        # prompts are quoted in the model folder: only from packages under BSD, MIT or Apache
+        if document[0].endswith(".py") and group in ("heldout", "source"):
             by_package.setdefault(key, []).append(document)
     rng = random.Random(seed)
     for group_documents in by_package.values():

@@ -44,9 +44,19 @@ class Muon:
             rows, columns = sorted(parameter.shape[-2:])
             self.by_shape.setdefault((rows, columns), []).append(parameter)
         self.state = {
-            shape: torch.zeros(sum(p.numel() for p in group) // (shape[0] * shape[1]), *shape)
+            shape: torch.zeros(
+                sum(p.numel() for p in group) // (shape[0] * shape[1]),
+                *shape,
+                device=group[0].device,
+            )
             for shape, group in self.by_shape.items()
         }
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compiles the orthogonalisation for every shape."""
+        for shape in self.by_shape:
+            self.orthogonalize(self.state[shape])
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
@@ -59,8 +69,6 @@ class Muon:
                 grad = p.grad.reshape(-1, *p.shape[-2:])
                 flat.append(grad if grad.shape[1:] == shape else grad.mT)
             gradient = torch.cat(flat)
-            if self.state[shape].device != gradient.device:
-                self.state[shape] = self.state[shape].to(gradient.device)
             moment = self.state[shape].lerp_(gradient, 1 - self.momentum)
             update = self.orthogonalize(gradient.lerp(moment, self.momentum)).float()
             updates = []

@@ -18,7 +18,7 @@ class Package:
     """One package: where it comes from, its SPDX licence, and what it is used for."""
 
     registry: str  # pypi, debian or npm
-    requirement: str  # the name, for pypi perhaps with a version: torch==2.13.0
+    requirement: str  # the name, perhaps with a version in the spelling of its registry
     licence: str
     group: str  # source, stdlib, docs or heldout
     cap_mb: float = 12.0  # at most this many MB of clean text are kept
@@ -26,7 +26,7 @@ class Package:
     @property
     def name(self) -> str:
         """The name alone."""
-        return self.requirement.split("==")[0]
+        return re.split(r"==|=|@", self.requirement)[0]
 
 
 def _table(registry: str, group: str, licence: str, names: str) -> list[Package]:

@@ -193,6 +193,7 @@ def pretrain(
         loss, balance, _ = trainer.loss(*sampler.batch(s.sequences, s.length, FIRST_MIX))
         (loss + 1e-3 * balance).backward()
         optimizer.clear()
+        optimizer.muon.warm_up()
 
     pacer = Pacer(device)
     pacer.pause(warm_up)
@@ -201,7 +202,8 @@ def pretrain(
     result: dict[str, Any] = {"history": history}
     step, since, validated, quantizing = 0, 0, 0, False
     running = torch.zeros((), device=device.name)
-    while (elapsed := pacer.elapsed()) < total:
+    # even a very short run goes through INT4 once
+    while (elapsed := pacer.elapsed()) < total or not quantizing:
         if not quantizing and elapsed >= s.seconds:
             quantizing = True
             result["masters_before_int4"] = pacer.pause(lambda: trainer.held_out(corpus))

@@ -2,7 +2,8 @@
 
 Needs `pip`, `apt-get`, `dpkg-deb` and `npm` on the path. The streams (`corpus-N.xz`) stay out
 of the repository; `SOURCES.tsv`, which is kept, lists every package with its version,
-licence, kept files and bytes, and the SHA-256 of the archive it came from.
+licence, copyright line, kept files and bytes, and the SHA-256 of the archive it came from;
+`--pinned` fetches exactly those versions again.
 """
 
 import argparse
@@ -11,12 +12,14 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -30,6 +33,7 @@ COLUMNS = (
     "package",
     "version",
     "licence",
+    "copyright",
     "group",
     "files",
     "bytes",
@@ -72,6 +76,37 @@ def declared_licence(wheel: Path) -> str:
     fields = [metadata.get("License-Expression", ""), metadata.get("License", "").split("\n")[0]]
     fields += [c for c in metadata.get_all("Classifier", []) if c.startswith("License")]
     return " ".join(fields)
+
+
+def copyright_line(archive: Path, package: Package) -> str:
+    """The first copyright line of a package's licence files, empty when none is found."""
+    texts = []
+    if package.registry == "pypi":
+        with zipfile.ZipFile(archive) as wheel:
+            pattern = re.compile(r"^[^/]+\.dist-info/.*(licen[cs]e|copying|notice)", re.I)
+            for name in sorted(filter(pattern.search, wheel.namelist()), key=len):
+                texts.append(wheel.read(name).decode("utf8", "replace"))
+    elif package.registry == "debian":
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["dpkg-deb", "-x", str(archive), folder], check=True)
+            for path in sorted(Path(folder).glob("usr/share/doc/*/copyright")):
+                texts.append(path.read_text("utf8", "replace") if path.is_file() else "")
+    line = r"^[\W_]*(copyright\b[^\n]*(\b(19|20)\d\d\b|\(c\)|©)[^\n]*)"
+    found = re.search(line, "\n".join(texts), re.I | re.M)
+    return " ".join(found[1].split()) if found else ""
+
+
+def pinned(data: Path) -> tuple[list[Package], dict[str, str]]:
+    """The packages with the versions of `data`'s SOURCES.tsv, and the digest of each."""
+    signs = {"pypi": "==", "debian": "=", "npm": "@"}
+    with open(data / "SOURCES.tsv", newline="") as file:
+        rows = {row["package"]: row for row in csv.DictReader(file, delimiter="\t")}
+    packages = []
+    for package in PACKAGES:
+        version = rows[package.name]["version"]
+        requirement = package.name + signs[package.registry] + version
+        packages.append(replace(package, requirement=requirement))
+    return packages, {name: row["sha256"] for name, row in rows.items()}
 
 
 def version_of(archive: Path, package: Package) -> str:
@@ -166,10 +201,14 @@ def build(
     streams: int = 2,
     preset: int = 6,
     source_share: float = 1.0,
+    digests: dict[str, str] | None = None,
 ) -> None:
     """Fetches, filters, and writes the streams and SOURCES.tsv into `data`.
 
-    `source_share` is the share of the `source` files kept, for a corpus that must be small.
+    `source_share` is the share of the `source` files kept, for a corpus that must be small;
+    `digests` are the SHA-256 that the archives must have, by package.
+
+    Raises ValueError for a package under a copyleft licence or with another digest.
     """
     data.mkdir(parents=True, exist_ok=True)
     duplicates = NearDuplicates()
@@ -177,6 +216,9 @@ def build(
     rows = []
     for package in packages:
         archive = fetch(package, archives)
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if digests is not None and digests[package.name] != digest:
+            raise ValueError(f"{package.name}: {archive.name} has SHA-256 {digest}, not the pinned")
         declared = declared_licence(archive) if package.registry == "pypi" else ""
         if COPYLEFT.search(declared):
             raise ValueError(f"{package.name}: declares a copyleft licence: {declared!r}")
@@ -184,10 +226,10 @@ def build(
         if package.group == "source":
             kept = [d for d in kept if unit_hash("share" + d[0]) < source_share]
         size = sum(len(text.encode()) for _, text in kept)
-        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
         version = version_of(archive, package)
-        origin = (package.registry, package.name, version, package.licence, package.group)
-        rows.append((*origin, len(kept), size, archive.name, digest))
+        copyright_ = copyright_line(archive, package)
+        origin = (package.registry, package.name, version, package.licence)
+        rows.append((*origin, copyright_, package.group, len(kept), size, archive.name, digest))
         documents += kept
         print(
             f"{package.name:24} {version:20} {len(kept):5} files {size / 1e6:6.2f} MB", flush=True
@@ -218,9 +260,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="where the streams go")
     parser.add_argument("--streams", type=int, default=2, help="number of xz streams")
     parser.add_argument("--preset", type=int, default=6, help="xz preset, 0 to 9")
-    parser.add_argument("--source-share", type=float, default=1.0, help="share of source kept")
+    parser.add_argument("--source-share", type=float, default=0.75, help="share of source kept")
+    parser.add_argument("--pinned", action="store_true", help="the versions of SOURCES.tsv")
     a = parser.parse_args()
-    build(PACKAGES, a.archives, a.data, a.streams, a.preset, a.source_share)
+    packages, digests = pinned(a.data) if a.pinned else (PACKAGES, None)
+    build(packages, a.archives, a.data, a.streams, a.preset, a.source_share, digests)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers", reason="training code needs tokenizers (extra 
 pytest.importorskip("tiktoken", reason="training code needs tiktoken (extra `train`)")
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors (extra `train`)")
 
-from scripts.demo_model import acceptance, quant, textfilter, tokenizer  # noqa: E402
+from scripts.demo_model import acceptance, quant, reload, sources, textfilter, tokenizer  # noqa: E402
 from scripts.demo_model.config import TINY, TINY_DRAFTER  # noqa: E402
 from scripts.demo_model.decode import Decoder  # noqa: E402
 from scripts.demo_model.device import Device  # noqa: E402
@@ -176,6 +176,41 @@ def test_int4_is_exact(trained: tuple[Path, Path]) -> None:
             q, scale = quant.quantize(stored, 32)
             assert torch.equal(quant.pack(q), tensors[name + ".weight_packed"])
             assert torch.equal(scale, tensors[name + ".weight_scale"])
+
+
+def test_reloading_gives_the_trained_model(trained: tuple[Path, Path]) -> None:
+    """Exported files read back are the target and drafter that were evaluated."""
+    target, drafter = reload.load(trained[1], TINY, TINY_DRAFTER, Device())
+    expected = target_of(trained[0]).state_dict()
+    for name, weight in target.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    saved = torch.load(trained[0] / "drafter.pt")["weights"]
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, saved[name]), name
+
+
+def test_shipped_model() -> None:
+    """The bundled folder is complete, within its size, and as its config says."""
+    folder = ROOT / "python" / "kdtree_engine" / "models" / "k2-nano"
+    config = json.loads((folder / "config.json").read_text())
+    tensors = tensors_of(folder)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == expected_shapes(config)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40_000_000
+    for name, weight in list(dequantized(tensors).items())[::50]:
+        if ".experts." in name:
+            q, _ = quant.quantize(weight, 32)
+            base = name.removesuffix(".weight")
+            assert torch.equal(quant.pack(q), tensors[base + ".weight_packed"])
+    prompts = json.loads((folder / "heldout_prompts.json").read_text())
+    encoding = tokenizer.load(folder / "tiktoken.model")
+    assert len(prompts) >= 32
+    assert max(len(encoding.encode_ordinary(prompt["text"])) for prompt in prompts) <= 250
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert len(metrics["gates"]) == 7
+    packages, digests = sources.pinned(sources.DATA)
+    notice = (folder / "NOTICE").read_text()
+    assert all(len(digests[package.name]) == 64 for package in packages)
+    assert all(package.name in notice for package in packages)
 
 
 def test_transformers_agrees(trained: tuple[Path, Path], tmp_path: Path) -> None:
