@@ -38,6 +38,10 @@ fi
 python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
   -Cbuild-dir="$build" -Ccmake.define.KDT_TESTS=ON ".[${EXTRAS:-test}]"
 
+step="import of the compiled module"
+hint="The package was installed without it; see the output of the build above."
+python -c "import kdtree_engine._core"
+
 step="ctest"
 hint="One test again: ctest --test-dir $build -R NAME --output-on-failure"
 ctest --test-dir "$build" --output-on-failure -j "$jobs"
