@@ -198,10 +198,17 @@ struct TreeAcceptArgs {
   Tensor bonus_token;                        // [1] i32, the target's token after the last of them
 };
 
+// What a back end runs on.
+struct BackendInfo {
+  std::string device;  // as asked for, such as "cpu"
+  std::string isa;     // instruction set or chip
+  int num_threads = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual std::string name() const = 0;
+  virtual BackendInfo info() const = 0;
 
   // Memory and weights.
   virtual Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) = 0;
@@ -262,5 +269,16 @@ class Backend {
 
 // "cpu". `num_threads` 0: one a core. Throws std::invalid_argument for a device this build does not know.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
+
+// What this processor reaches with `num_threads` threads (0: one a core), measured in about a second.
+struct CpuCeilings {
+  std::string isa;
+  int num_threads = 0;
+  double fma_gflops = 0;   // f32 multiply-adds from registers, two operations each
+  double read_gb_s = 0;    // reading 512 MiB of memory
+  double cache_gb_s = 0;   // reading `cache_bytes` again and again
+  int64_t cache_bytes = 0;
+};
+CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes);
 
 }  // namespace kdt

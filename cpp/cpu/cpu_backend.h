@@ -81,7 +81,7 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(int num_threads, const Kernels& kernels);
 
-  std::string name() const override { return "cpu"; }
+  BackendInfo info() const override { return {"cpu", kernels_.isa, num_threads()}; }
   int num_threads() const { return pool_.num_threads(); }
   const Kernels& kernels() const { return kernels_; }
 

@@ -317,7 +317,35 @@ int64_t argmax(const float* x, int64_t n) {
   return -1;
 }
 
-constexpr Kernels kKernels = {KDT_ISA_NAME, gemm_bf16, gemm_f32, gemm_int4,   softmax,
-                              rms_norm,     silu_mul,  add_scaled, log_sum_exp, argmax};
+float fma_rounds(int64_t rounds, int64_t* multiply_adds) {
+  constexpr int kChains = 10;  // two a cycle with a latency of four or five
+  Vec chains[kChains];
+  for (int i = 0; i < kChains; ++i) chains[i] = broadcast(static_cast<float>(i));
+  const Vec a = broadcast(0.5f), b = broadcast(1.0f);
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (int i = 0; i < kChains; ++i) chains[i] = fma(chains[i], a, b);
+  }
+  Vec sum = chains[0];
+  for (int i = 1; i < kChains; ++i) sum = add(sum, chains[i]);
+  *multiply_adds = rounds * kChains * kLanes;
+  return reduce_add(sum);
+}
+
+float read_all(const float* x, int64_t n) {
+  constexpr int kChains = 8;
+  Vec chains[kChains];
+  for (int i = 0; i < kChains; ++i) chains[i] = broadcast(0.0f);
+  for (int64_t i = 0; i + kChains * kLanes <= n; i += kChains * kLanes) {
+    for (int j = 0; j < kChains; ++j) chains[j] = add(chains[j], load(x + i + j * kLanes));
+  }
+  Vec sum = chains[0];
+  for (int i = 1; i < kChains; ++i) sum = add(sum, chains[i]);
+  return reduce_add(sum);
+}
+
+constexpr Kernels kKernels = {
+    KDT_ISA_NAME, gemm_bf16,   gemm_f32, gemm_int4,  softmax,  rms_norm, silu_mul,
+    add_scaled,   log_sum_exp, argmax,   fma_rounds, read_all,
+};
 
 }  // namespace

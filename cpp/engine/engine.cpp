@@ -14,11 +14,6 @@ constexpr int64_t kMaxContext = int64_t{1} << 24;
 // Rows of logits held at once.
 constexpr int64_t kLogitRows = 64;
 
-// Config files name the ending "model." or nothing; only the tensors tell which.
-std::string draft_prefix(const SafetensorsFolder& folder) {
-  return folder.find("fc.weight") == nullptr && folder.find("model.fc.weight") != nullptr ? "model." : "";
-}
-
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) {
@@ -81,7 +76,7 @@ void Engine::load(const EngineOptions& options) {
                 ", the target has ", config_.num_hidden_layers, " layers");
     }
     draft_folder = std::make_unique<SafetensorsFolder>(options.drafter);
-    draft_config.tensor_prefix = draft_prefix(*draft_folder);
+    draft_config.tensor_prefix = find_draft_prefix(*draft_folder);
   }
 
   // One bar for both: the drafter's bytes follow the target's.
@@ -101,6 +96,7 @@ void Engine::load(const EngineOptions& options) {
     draft_cache_ = draft_->make_cache(num_blocks, kBlockSize);
   }
   if (options.progress) options.progress(all_bytes, all_bytes);
+  model_bytes_ = all_bytes;
 }
 
 std::vector<int32_t> Engine::block_table(int64_t slot) const {
@@ -164,6 +160,17 @@ int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids, const 
     waiting_.push_back(std::move(request));
   }
   return next_id_ - 1;
+}
+
+std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options) {
+  const int64_t id = add_request(prompt_token_ids, options);
+  std::vector<StepOutput> mine;
+  while (mine.empty() || !mine.back().finished) {
+    for (StepOutput& output : step()) {
+      if (output.request_id == id) mine.push_back(std::move(output));
+    }
+  }
+  return mine;
 }
 
 bool Engine::abort(int64_t request_id) {

@@ -43,6 +43,9 @@ class Engine {
   int64_t add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
   // One round for every active request: a chunk of its prompt, or draft, build, verify, accept and commit.
   std::vector<StepOutput> step();
+  // Adds a request and steps until it has ended; what the rounds did for it. Others advance too, and what the rounds did
+  // for them is lost to the caller.
+  std::vector<StepOutput> generate(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
   bool has_unfinished() const { return !waiting_.empty() || !active_.empty() || !ended_.empty(); }
   // Ends a request at once. False when there is none of that id.
   bool abort(int64_t request_id);
@@ -55,7 +58,9 @@ class Engine {
 
   const ModelConfig& model_config() const { return config_; }
   const DraftConfig* draft_config() const { return draft_ ? &draft_->config() : nullptr; }
-  const TargetModel& target() const { return *target_; }
+  BackendInfo backend_info() const { return backend_->info(); }
+  int64_t model_bytes() const { return model_bytes_; }
+  int64_t kv_tokens_free() const { return static_cast<int64_t>(free_slots_.size()) * max_model_len_; }
   const EngineStats& stats() const { return stats_; }
   const CostModel& costs() const { return costs_; }
   int64_t max_model_len() const { return max_model_len_; }
@@ -94,7 +99,8 @@ class Engine {
 
   std::unique_ptr<Backend> backend_;
   ModelConfig config_;
-  int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0, blocks_per_slot_ = 0;
+  int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0, blocks_per_slot_ = 0,
+          model_bytes_ = 0;
   std::unique_ptr<TargetModel> target_;
   std::unique_ptr<DraftModel> draft_;
   std::unique_ptr<KvCache> target_cache_, draft_cache_;

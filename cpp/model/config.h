@@ -88,6 +88,8 @@ struct DraftConfig {
 // supported.
 ModelConfig load_model_config(const std::string& folder);
 DraftConfig load_draft_config(const std::string& folder);
+// Whether `folder`/config.json is a drafter's. Throws Error when it is no JSON.
+bool is_draft_config(const std::string& folder);
 
 // The same from the text of config.json; `source` is the name put into messages.
 ModelConfig parse_model_config(const std::string& text, const std::string& source);

@@ -131,4 +131,11 @@ DraftConfig load_draft_config(const std::string& folder) {
   return parse_draft_config(read_text_file(path), path);
 }
 
+bool is_draft_config(const std::string& folder) {
+  const std::string path = (std::filesystem::path(folder) / "config.json").string();
+  const Json root = parse_json(read_text_file(path), path);
+  // A drafter names its taps; a target has none.
+  return root.find("dflash_config") != nullptr || root.find("target_layer_ids") != nullptr;
+}
+
 }  // namespace kdt

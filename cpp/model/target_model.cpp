@@ -47,7 +47,6 @@ TargetModel::TargetModel(Backend& backend, const ModelConfig& config, const Safe
   lm_head_ = reader.linear(
       {c.tie_word_embeddings ? p + "embed_tokens" : c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))});
   layers_.resize(c.num_hidden_layers);
-  weight_bytes_ = static_cast<int64_t>(folder.total_bytes());
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) load_layer(reader, l);
 
   const auto rows = [&](int64_t width) { return backend.allocate(DType::kFloat32, {max_rows, width}); };
@@ -249,42 +248,6 @@ void TargetModel::forward(const RowBatch& batch, KvCache& cache) {
       }
     }
   }
-}
-
-int64_t TargetModel::bytes_per_token(int64_t context) const {
-  const ModelConfig& c = config_;
-  int64_t bytes = lm_head_->bytes + embed_tokens_.tensor.bytes() / c.vocab_size;
-  for (const Layer& layer : layers_) {
-    bytes += layer.qkv_a->bytes + layer.w_uk->bytes + layer.w_uv->bytes + layer.o_proj->bytes;
-    if (layer.q_b) bytes += layer.q_b->bytes;
-    for (const Mlp* mlp : {layer.dense.get(), layer.shared.get()}) {
-      if (mlp != nullptr) bytes += mlp->gate_up->bytes + mlp->down->bytes;
-    }
-    if (layer.experts) {
-      bytes += layer.router->bytes + layer.experts->bytes / c.n_routed_experts * c.num_experts_per_tok;
-    }
-    // f32 keys and, apart from them, f32 values.
-    bytes += context * (2 * c.kv_lora_rank + c.qk_rope_head_dim) * 4;
-  }
-  return bytes;
-}
-
-int64_t TargetModel::multiply_adds_per_token(int64_t context) const {
-  const ModelConfig& c = config_;
-  const auto size = [](const LinearWeight& w) { return w.out_features * w.in_features; };
-  int64_t sum = size(*lm_head_);
-  for (const Layer& layer : layers_) {
-    sum += size(*layer.qkv_a) + size(*layer.w_uk) + size(*layer.w_uv) + size(*layer.o_proj);
-    if (layer.q_b) sum += size(*layer.q_b);
-    for (const Mlp* mlp : {layer.dense.get(), layer.shared.get()}) {
-      if (mlp != nullptr) sum += size(*mlp->gate_up) + size(*mlp->down);
-    }
-    if (layer.experts) {
-      sum += size(*layer.router) + 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok;
-    }
-    sum += context * c.num_attention_heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim);
-  }
-  return sum;
 }
 
 }  // namespace kdt

@@ -31,10 +31,6 @@ class TargetModel {
   void lm_head(const Tensor& x, const Tensor& logits) { backend_.linear(x, *lm_head_, logits); }
   const Tensor& embed_tokens() const { return embed_tokens_.tensor; }
   const ModelConfig& config() const { return config_; }
-  // Bytes of weights one row's pass must read, and its multiply-adds, attention over `context` rows included.
-  int64_t bytes_per_token(int64_t context) const;
-  int64_t multiply_adds_per_token(int64_t context) const;
-  int64_t weight_bytes() const { return weight_bytes_; }
 
  private:
   struct Mlp {
@@ -62,7 +58,6 @@ class TargetModel {
   ModelConfig config_;
   std::vector<int64_t> tap_layers_;
   float softmax_scale_ = 1;
-  int64_t weight_bytes_ = 0;
   RopeTable rope_;
   Buffer rope_memory_, embed_tokens_, norm_;
   std::unique_ptr<LinearWeight> lm_head_;

@@ -119,6 +119,11 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
   return specs;
 }
 
+std::string find_draft_prefix(const SafetensorsFolder& folder) {
+  const bool prefixed = folder.find("fc.weight") == nullptr && folder.find("model.fc.weight") != nullptr;
+  return prefixed ? "model." : "";
+}
+
 WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder) {
   const std::set<std::string> floats = {"BF16", "F32"};
   WeightFaults result;

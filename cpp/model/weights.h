@@ -29,6 +29,9 @@ using WeightSpecs = std::map<std::string, WeightSpec>;
 WeightSpecs target_weight_specs(const ModelConfig& config);
 WeightSpecs draft_weight_specs(const DraftConfig& config);
 
+// A drafter's names begin with "model." or with nothing; only the tensors tell which.
+std::string find_draft_prefix(const SafetensorsFolder& folder);
+
 struct WeightFaults {
   std::vector<std::string> faults;   // missing tensors, wrong shapes and dtypes; each names the tensor and the values
   std::vector<std::string> unknown;  // tensors outside the contract that are no known extra

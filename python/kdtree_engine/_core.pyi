@@ -117,8 +117,9 @@ def accept_tree(tokens: I32, first_child: I32, next_sibling: I32, target_tokens:
 def inspect_checkpoint(folder: str) -> dict[str, Any]:
     """Config and tensors of a checkpoint folder from its headers, with the faults found; loads no weights."""
 
-def measure_cpu(num_threads: int = 0) -> dict[str, Any]:
-    """Ceilings of this CPU: isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (last-level cache)."""
+def measure_cpu(num_threads: int = 0, cache_bytes: int = 16 << 20) -> dict[str, Any]:
+    """Ceilings of this CPU: isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (`cache_bytes` read over and
+    over)."""
 
 # Every op of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).
 def op_rms_norm(x: F32, weight: F32, eps: float) -> F32: ...
@@ -126,12 +127,40 @@ def op_linear(x: F32, weight: npt.NDArray[Any], scale: npt.NDArray[Any] | None =
     """x [T, K] times weight [N, K]: float32, bf16 as uint16 bits, or int4 as int32 [N, K/8] with scale bf16 bits [N, K/32]."""
 def op_topk_logprobs(logits: F32, k: int, temperature: float = 1.0) -> tuple[F32, I32]: ...
 def op_argmax(logits: F32) -> I32: ...
-def op_rope(x: F32, positions: I32, cos_sin: F32, interleaved: bool) -> F32: ...
 def op_silu_mul(gate_up: F32) -> F32: ...
 def op_moe_route(
     logits: F32, bias: F32, top_k: int, n_group: int, topk_group: int, norm_topk_prob: bool, scale: float
 ) -> tuple[I32, F32]: ...
-def op_mla_attention(q_latent: F32, q_rope: F32, latent: F32, parents: I32, prefix_len: int, scale: float) -> F32: ...
+def op_moe_experts(x: F32, ids: I32, weights: F32, gate: F32, up: F32, down: F32) -> F32:
+    """Weighted sum of experts: x [T, H], ids and weights [T, k], gate and up [E, I, H], down [E, H, I]."""
+
+def op_mla_attention(
+    q: F32,
+    kv: F32,
+    w_uk: F32,
+    norm_weight: F32,
+    eps: float,
+    cos_sin: F32,
+    interleaved: bool,
+    parents: I32,
+    prefix_len: int,
+    scale: float,
+) -> F32:
+    """The three ops of absorbed MLA on one sequence: q [T, heads, nope + rope]; kv [prefix_len + T, rank + rope] before
+    norm and rotation; w_uk [heads, rank, nope]; cos_sin [positions, rope]; parents [T]. Returns [T, heads, rank]."""
+
 def op_gqa_attention(
-    q: F32, k: F32, v: F32, context_len: int, causal: bool, window: int, scale: float
-) -> F32: ...
+    q: F32,
+    k: F32,
+    v: F32,
+    q_norm: F32,
+    k_norm: F32,
+    eps: float,
+    cos_sin: F32,
+    context_len: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> F32:
+    """A drafter block's attention: q [T, heads, d]; k, v [context_len + T, kv_heads, d], all before norm and rotation
+    (half-split). Returns [T, heads, d]."""

@@ -1,0 +1,8 @@
+#include "bindings/array.h"
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The compiled engine; its types and docstrings are in _core.pyi.";
+  module.attr("__version__") = KDT_VERSION;
+  kdt::register_engine(module);
+  kdt::register_ops(module);
+}

@@ -1,0 +1,60 @@
+#include "engine/inspect.h"
+
+#include <array>
+
+#include "core/error.h"
+#include "model/weights.h"
+
+namespace kdt {
+namespace {
+
+std::string part_of(const std::string& name) {
+  // The first that fits: experts are inside an mlp.
+  constexpr std::array<std::pair<const char*, const char*>, 8> kParts = {{
+      {".mlp.experts.", "experts"},
+      {".mlp.shared_experts.", "shared experts"},
+      {".mlp.gate.", "router"},
+      {".mlp.", "dense mlp"},
+      {".self_attn.", "attention"},
+      {"embed_tokens", "embedding"},
+      {"lm_head", "head"},
+      {"norm", "norms"},
+  }};
+  for (const auto& [text, part] : kParts) {
+    if (name.find(text) != std::string::npos) return part;
+  }
+  return "other";
+}
+
+}  // namespace
+
+CheckpointReport inspect_checkpoint(const std::string& folder) {
+  CheckpointReport report;
+  report.is_drafter = is_draft_config(folder);
+  if (report.is_drafter) {
+    report.drafter = load_draft_config(folder);
+  } else {
+    report.model = load_model_config(folder);
+  }
+  try {
+    const SafetensorsFolder files(folder);
+    for (const auto& [name, view] : files.tensors()) {
+      ++report.num_tensors;
+      report.total_bytes += static_cast<int64_t>(view.bytes);
+      report.bytes_by_dtype[view.dtype] += static_cast<int64_t>(view.bytes);
+      report.bytes_by_part[part_of(name)] += static_cast<int64_t>(view.bytes);
+    }
+    if (report.is_drafter) report.drafter.tensor_prefix = find_draft_prefix(files);
+    const WeightFaults faults = check_weights(report.is_drafter ? draft_weight_specs(report.drafter)
+                                                                : target_weight_specs(report.model),
+                                              files);
+    report.faults = faults.faults;
+    report.unknown = faults.unknown;
+  } catch (const Error& error) {
+    // A malformed file is a finding too.
+    report.faults.push_back(error.what());
+  }
+  return report;
+}
+
+}  // namespace kdt
