@@ -17,8 +17,9 @@ STAGES = ("draft", "build", "verify", "commit")
 class SpecStats:
     """How the tokens of one request were made.
 
-    `target_forwards` counts decoding rounds, prefill not included. `accept_length_histogram`:
-    tokens a round committed, the bonus token included, to the number of such rounds.
+    `target_forwards` counts decoding rounds; the prefill, which gives the first token, is not one.
+    `accept_length_histogram`: tokens a round committed, the bonus token included, to the number of
+    such rounds.
     `timings` in milliseconds: prefill, decode (wall clock after prefill), and the time in each
     stage of the rounds.
     """
@@ -189,18 +190,18 @@ class Sequence:
     def _measure(self, step: "StepOutput") -> None:
         now = perf_counter()
         timings = self.spec.timings
-        if step.accept_length > 0:
-            self.spec.target_forwards += 1
-            self.spec.decoded_tokens += step.accept_length
-            histogram = self.spec.accept_length_histogram
-            histogram[step.accept_length] = histogram.get(step.accept_length, 0) + 1
-            for stage in STAGES:
-                timings[f"{stage}_ms"] += getattr(step, f"{stage}_ms")
-        if self._decode_start is not None:
-            timings["decode_ms"] = 1000 * (now - self._decode_start)
-        elif step.num_prefilled >= step.prompt_length:
-            self._decode_start = now
+        if self._decode_start is None:  # this step was part of the prefill
             timings["prefill_ms"] = 1000 * (now - self._start)
+            if step.num_prefilled >= step.prompt_length:
+                self._decode_start = now
+            return
+        timings["decode_ms"] = 1000 * (now - self._decode_start)
+        self.spec.target_forwards += 1
+        self.spec.decoded_tokens += step.accept_length
+        histogram = self.spec.accept_length_histogram
+        histogram[step.accept_length] = histogram.get(step.accept_length, 0) + 1
+        for stage in STAGES:
+            timings[f"{stage}_ms"] += getattr(step, f"{stage}_ms")
 
     def output(self) -> RequestOutput:
         """The request as it stands."""

@@ -37,7 +37,7 @@ class Drawing:
         nodes, accepted = len(self.labels) - 1, len(self.accepted) - 1
         return (
             f"{nodes} draft nodes verified in one forward: {accepted} accepted and the target's "
-            f"own {self.bonus}, so {accepted + 1} tokens"
+            f"own {self.bonus}, so {accepted + 1} token{'s' if accepted else ''}"
         )
 
 
@@ -91,7 +91,7 @@ def print_tree(drawn: Drawing, console: Console | None = None) -> None:
     for slot in range(1, len(drawn.labels)):  # a parent comes before its children
         branches[slot] = branches[drawn.parents[slot]].add(label(slot))
     console.print(root)
-    console.print(Text(drawn.caption))
+    console.print(Text(drawn.caption), soft_wrap=True)
 
 
 _STYLE = """

@@ -84,10 +84,13 @@ class Engine:
 
     def _advance(self, request_id: int, request: dict[str, Any]) -> StepOutput:
         length, options = len(request["ids"]), request["options"]
-        if request["prefilled"] < length and options.max_tokens > 0:
-            request["prefilled"] = min(length, request["prefilled"] + 4)
-            return StepOutput(request_id, [], 0, request["prefilled"], length)
         stride = 1 if options.method == "none" else self.stride
+        prefilling = request["prefilled"] < length
+        if prefilling and options.max_tokens > 0:
+            request["prefilled"] += min(4, length - request["prefilled"])
+            if request["prefilled"] < length:
+                return StepOutput(request_id, [], 0, request["prefilled"], length)
+            stride = 1  # the prompt's last row gives the first token
         done = request.setdefault("done", 0)
         tokens, stop, reason = [], -1, ""
         for token in request["left"][done : done + stride]:
@@ -106,7 +109,7 @@ class Engine:
             request_id, tokens, len(tokens), length, length, bool(reason), reason, stop
         )
         step.root_token_id = request["ids"][-1]
-        if options.method == "ddtree":
+        if options.method == "ddtree" and not prefilling:
             step.tree = self._tree(tokens)
         return step
 

@@ -59,7 +59,7 @@ def test_generate_prints_text_and_statistics(scripted: Fake, run: Run) -> None:
     assert status == 0 and out == "hello world!\nhello\n"
     last = err.splitlines()[-1]
     assert "5 tokens (length), ddtree auto" in last and "2 target forwards" in last
-    assert "2.50 tokens per forward" in last and last.endswith("accept lengths 1| ██|3]")
+    assert "2.00 tokens per forward" in last and last.endswith("accept lengths 1|█ █|3]")
 
 
 def test_generate_json_has_the_documented_keys(scripted: Fake, run: Run) -> None:
@@ -69,7 +69,7 @@ def test_generate_json_has_the_documented_keys(scripted: Fake, run: Run) -> None
     assert set(record) == KEYS
     assert record["text"] == "hello world!\nhello" and record["token_ids"] == HELLO
     assert record["method"] == "ddtree" and record["tree_budget"] == 8
-    assert record["accept_length_histogram"] == {"2": 1, "3": 1}
+    assert record["accept_length_histogram"] == {"1": 1, "3": 1}
     record = json.loads(run("generate", "--json", "--method", "none", "hello")[1])
     assert record["tree_budget"] is None and record["tokens_per_forward"] == 1.0
 
@@ -183,7 +183,7 @@ def test_tree_draws_and_writes_svg(scripted: Fake, run: Run, tmp_path: Path) -> 
 
 
 def test_tree_after(scripted: Fake, run: Run) -> None:
-    assert "1 accepted and the target's own hello" in " ".join(
+    assert "0 accepted and the target's own hello, so 1 token" in " ".join(
         run("tree", "hello", "--after", "1")[1].split()
     )
     status, _, err = run("tree", "hello", "--after", "2")
@@ -222,7 +222,7 @@ def test_bench(scripted: Fake, run: Run, prompts: Path, tmp_path: Path) -> None:
     for record in records:
         assert record["identical_to_plain"] is True and record["tokens_per_second"] > 0
         assert record["tokens"] == 15
-    assert [r["tokens_per_forward"] for r in records] == [1.0, 2.5, 2.5, 2.5]
+    assert [r["tokens_per_forward"] for r in records] == [1.0, 2.0, 2.0, 2.0]
     assert records[0]["speedup_over_plain"] == 1.0
 
 

@@ -120,7 +120,7 @@ def test_a_closed_stream_leaves_room_for_others(llm: LLM) -> None:
     for _ in range(6):  # more than max_num_seqs
         with llm.stream("hello", SamplingParams(max_tokens=100)) as stream:
             next(stream)
-    assert llm.stats()["active"] == llm.stats()["waiting"] == 0
+    assert llm.stats()["active_requests"] == llm.stats()["waiting_requests"] == 0
     assert llm.generate("hello")[0].finished
 
 
@@ -130,7 +130,7 @@ def test_statistics_add_up(llm: LLM) -> None:
     spec = llm.generate("hello", params, speculative_config=METHODS[3])[0].spec
     histogram = spec.accept_length_histogram
     assert sum(histogram.values()) == spec.target_forwards
-    assert spec.decoded_tokens in (29, 30)
+    assert spec.decoded_tokens == 29  # the first came from the prefill
     assert sum(length * n for length, n in histogram.items()) == spec.decoded_tokens
     assert spec.timings["verify_ms"] > 0 and spec.timings["decode_ms"] > spec.timings["verify_ms"]
     assert llm.stats()["target_forwards"] - before >= spec.target_forwards
@@ -207,15 +207,20 @@ def bundled() -> Iterator[LLM]:
         yield loaded
 
 
-@pytest.mark.parametrize("prompt", ["def fibonacci(n):", "import numpy as np\n\n\nclass Matrix:"])
-def test_bundled_model_writes_python_the_same_way_by_every_method(
-    bundled: LLM, prompt: str
-) -> None:
+def test_bundled_model_writes_python_the_same_way_by_every_method(bundled: LLM) -> None:
+    held_out = json.loads((bundled.model / "heldout_prompts.json").read_text())
+    prompts = ["def fibonacci(n):", *(p["text"] for p in held_out[::8])]
     params = SamplingParams(max_tokens=64)
-    outputs = [bundled.generate(prompt, params, speculative_config=m)[0] for m in METHODS]
-    assert all(o.outputs[0] == outputs[0].outputs[0] for o in outputs[1:])
-    assert "return" in outputs[0].outputs[0].text or "def " in outputs[0].outputs[0].text
-    assert outputs[3].spec.tokens_per_forward > outputs[1].spec.tokens_per_forward > 1.5
+    forwards = []
+    for method in METHODS:
+        outputs = bundled.generate(prompts, params, speculative_config=method)
+        if method == METHODS[0]:
+            plain = outputs
+        assert [o.outputs for o in outputs] == [o.outputs for o in plain], method
+        forwards.append(sum(o.spec.target_forwards for o in outputs))
+    text = "".join(o.outputs[0].text for o in plain)
+    assert text.count("self") + text.count("return") > 5
+    assert forwards[4] < forwards[3] < forwards[1] < forwards[0] / 2  # 64 nodes, 16, chain, plain
 
 
 def test_bundled_model_answers_in_the_chat_template(bundled: LLM) -> None:
