@@ -35,9 +35,9 @@ class Arithmetic:
     num_threads: int
     fma_gflops: float
     read_gb_s: float
-    cache_gb_s: float
+    cache_gb_s: float  # as many bytes as a token needs, over and over
     memory_ms: float  # the bytes at the speed of memory
-    cache_ms: float  # the bytes at the speed of the last-level cache
+    cache_ms: float  # the bytes at the speed of the caches that hold them
     compute_ms: float  # the operations at the speed of multiply-adds
     measured_ms: float
     fraction_of_memory: float
@@ -56,8 +56,8 @@ def of_plain(llm: "LLM", plain: "Setting", mean_context: float) -> Arithmetic:
     kv_bytes = mean_context * layers * latent * _KV_BYTES
     # Scores over the latent and rope parts, then the weighted sum of latents.
     macs += mean_context * layers * heads * (latent + config["kv_lora_rank"])
-    ceilings = _core.measure_cpu(llm.stats()["num_threads"])
     total_bytes, operations = weight_bytes + kv_bytes, 2 * macs
+    ceilings = _core.measure_cpu(llm.stats()["num_threads"], int(total_bytes))
     memory_ms = total_bytes / ceilings["read_gb_s"] / 1e6
     cache_ms = total_bytes / ceilings["cache_gb_s"] / 1e6
     compute_ms = operations / ceilings["fma_gflops"] / 1e6
@@ -127,7 +127,7 @@ def show(a: Arithmetic) -> None:
     need = f"{(a.weight_bytes + a.kv_bytes) / 1e6:.2f} MB"
     rows = (
         ("memory", need, f"{a.read_gb_s:.1f} GB/s", a.memory_ms, a.fraction_of_memory),
-        ("last-level cache", need, f"{a.cache_gb_s:.1f} GB/s", a.cache_ms, a.fraction_of_cache),
+        ("caches", need, f"{a.cache_gb_s:.1f} GB/s", a.cache_ms, a.fraction_of_cache),
         (
             "multiply-adds",
             f"{a.operations / 1e6:.1f} MFLOP",
@@ -141,6 +141,6 @@ def show(a: Arithmetic) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"ceilings measured just now with {a.num_threads} threads, {a.isa}; weights in use that "
-        "fit in the cache are not bound by memory"
+        f"ceilings measured just now with {a.num_threads} threads, {a.isa}; caches: reading "
+        f"{need} over and over"
     )

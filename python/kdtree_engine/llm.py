@@ -258,7 +258,7 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             tokenizer = self.get_tokenizer()
-            ids = tokenizer.encode(prompt, add_bos=tokenizer.add_bos)
+            ids = tokenizer.encode(prompt, add_bos=tokenizer.add_bos or not prompt)
             if not ids:
                 raise ValueError("prompt is empty: want at least one token")
             return prompt, ids

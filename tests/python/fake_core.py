@@ -133,7 +133,7 @@ def inspect_checkpoint(folder: str) -> dict[str, Any]:
     return {"model_type": "kimi_k2", "sizes": {"hidden_size": 64}, "faults": []}
 
 
-def measure_cpu(num_threads: int = 0) -> dict[str, Any]:
+def measure_cpu(num_threads: int = 0, cache_bytes: int = 0) -> dict[str, Any]:
     return {
         "isa": "fake",
         "num_threads": 1,

@@ -201,6 +201,10 @@ def test_bad_prompts_are_refused_and_nothing_runs(llm: LLM, prompt: Any, message
 
 def test_empty_text_is_a_prompt_when_there_is_a_bos(llm: LLM, tokenizer_folder: Path) -> None:
     assert llm.generate("")[0].prompt_token_ids == [500]
+    settings = tokenizer_folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("{", '{"add_bos_token": false, ', 1))
+    assert LLM().generate("")[0].prompt_token_ids == [500]
+    assert LLM().generate("hello")[0].prompt_token_ids == [259]
     (tokenizer_folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match="prompt is empty"):
         LLM().generate("")
