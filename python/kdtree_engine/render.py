@@ -161,7 +161,7 @@ def to_svg(drawn: Drawing) -> str:
         boxes.append(
             f'<rect class="{css}" x="{x0}" y="{y - _HEIGHT / 2}" width="{box_width}" '
             f'height="{_HEIGHT}" rx="6"/>'
-            f'<text x="{x0 + box_width / 2}" y="{y}" text-anchor="middle">{escape(text)}</text>'
+            f'<text x="{x0 + box_width / 2}" y="{y - 2}" text-anchor="middle">{escape(text)}</text>'
             f'<text class="small" x="{x0 + box_width / 2}" y="{y + 11}" '
             f'text-anchor="middle">{escape(note)}</text>'
         )
