@@ -134,7 +134,7 @@ class CpuBackend final : public Backend {
   void multiply(const float* x, int64_t ldx, int64_t rows, const PackedMatrix& matrix, int64_t panel,
                 int64_t count, float* out, int64_t ldo) const;
   // Tasks of at least this many multiply-adds pay for being handed to another thread.
-  bool worth_sharing(int64_t multiply_adds) const { return num_threads() > 1 && multiply_adds >= 32768; }
+  bool worth_sharing(int64_t multiply_adds) const { return num_threads() > 1 && multiply_adds >= 49152; }
   // Splits `rows` independent rows over the threads.
   template <typename Body>
   void for_rows(int64_t rows, int64_t work_per_row, const Body& body);

@@ -124,10 +124,11 @@ void CpuBackend::product(const Tensor& x, const CpuLinear& weight, const Tensor&
   const int64_t ldx = per_head ? k * static_cast<int64_t>(weight.matrices.size()) : k;
   const int64_t ldo = weight.out_features;
   const bool share = worth_sharing(rows * k * weight.out_features);
-  // Enough tasks that a thread which falls behind leaves the rest to the others.
-  const int64_t wanted_tasks = share ? num_threads() * 4 : 1;
+  // One task a thread while a product is short, more when it is long enough that one may fall behind. Two panels at
+  // least keep the tiles of many rows wide.
+  const int64_t wanted_tasks = share ? num_threads() * (rows < 8 ? 1 : 4) : 1;
   const int64_t panels = ceil_div(weight.out_features, kPanel);
-  const int64_t step = std::max<int64_t>(1, ceil_div(panels, wanted_tasks));
+  const int64_t step = std::max<int64_t>(rows < 4 ? 1 : 2, ceil_div(panels, wanted_tasks));
 
   // A task is up to `step` panels of one matrix.
   int64_t num_tasks = 0;

@@ -1,7 +1,5 @@
 #include "cpu/thread_pool.h"
 
-#include <chrono>
-
 namespace kdt::cpu {
 namespace {
 
@@ -13,27 +11,24 @@ inline void pause() {
 #endif
 }
 
-// Spins before a thread offers its core to others (about 20 us), and offers before it sleeps (about 1 ms).
-constexpr int kSpins = 500;
-constexpr int kYields = 500;
-
-constexpr uint64_t kOpen = 1u << 16;
-constexpr uint64_t kJoined = kOpen - 1;
+// Spins before a thread offers its core to others (some 20 us), and offers before it sleeps (some 500 us).
+constexpr int kSpins = 1000;
+constexpr int kYields = 1000;
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads) : seats_(new Seat[num_threads < 1 ? 1 : num_threads]) {
   for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
 }
 
 ThreadPool::~ThreadPool() {
   stop_.store(true);
-  state_.fetch_add(uint64_t{1} << 32);
-  state_.notify_all();
+  job_.fetch_add(1);
+  job_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
-void ThreadPool::take_tasks(int thread) {
+void ThreadPool::count_down(int thread) {
   while (true) {
     const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
     if (task >= num_tasks_) return;
@@ -41,43 +36,63 @@ void ThreadPool::take_tasks(int thread) {
   }
 }
 
+void ThreadPool::do_part(int seat, int thread) {
+  if (num_tasks_ > num_threads()) {
+    count_down(thread);
+  } else if (seat < num_tasks_) {
+    call_(context_, seat, thread);
+  }
+}
+
 void ThreadPool::run_shared(int64_t num_tasks, const void* context, Call call) {
-  // Nobody has joined a closed job, so nobody reads these while they change.
   context_ = context;
   call_ = call;
   num_tasks_ = num_tasks;
   next_task_.store(0, std::memory_order_relaxed);
-  const uint64_t job = (state_.load(std::memory_order_relaxed) >> 32) + 1;
-  state_.store(job << 32 | kOpen, std::memory_order_release);
-  state_.notify_all();
-  take_tasks(0);
-  state_.fetch_and(~kOpen, std::memory_order_acq_rel);
-  for (int spins = 0; (state_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
-    spins < kSpins ? pause() : std::this_thread::yield();
+  const uint32_t job = job_.load(std::memory_order_relaxed) + 1;
+  job_.store(job, std::memory_order_release);
+  job_.notify_all();
+  do_part(0, 0);
+  for (int seat = 1; seat < num_threads(); ++seat) {
+    uint32_t before = job - 1;
+    if (seats_[seat].claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) {
+      // With a shared counter no task is left by now.
+      if (num_tasks <= num_threads()) do_part(seat, 0);
+      seats_[seat].done.store(job, std::memory_order_relaxed);
+    }
+  }
+  for (int seat = 1; seat < num_threads(); ++seat) {
+    for (int spins = 0; seats_[seat].done.load(std::memory_order_acquire) != job; ++spins) {
+      spins < kSpins ? pause() : std::this_thread::yield();
+    }
   }
 }
 
 void ThreadPool::work(int thread) {
-  uint64_t seen = 0;
+  Seat& seat = seats_[thread];
+  uint32_t seen = 0;
   int idle = 0;
-  while (!stop_.load(std::memory_order_relaxed)) {
-    uint64_t state = state_.load(std::memory_order_acquire);
-    if (state >> 32 == seen >> 32 || (state & kOpen) == 0) {
+  while (true) {
+    const uint32_t job = job_.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_relaxed)) return;
+    if (job == seen) {
       ++idle;
       if (idle < kSpins) {
         pause();
       } else if (idle < kSpins + kYields) {
         std::this_thread::yield();
       } else {
-        state_.wait(state, std::memory_order_acquire);
+        job_.wait(seen, std::memory_order_acquire);
       }
       continue;
     }
-    if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
-    seen = state;
+    seen = job;
     idle = 0;
-    take_tasks(thread);
-    state_.fetch_sub(1, std::memory_order_release);
+    // While this seat is not claimed the job cannot end, so what it says stays as it is.
+    uint32_t before = job - 1;
+    if (!seat.claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) continue;
+    do_part(thread, thread);
+    seat.done.store(job, std::memory_order_release);
   }
 }
 

@@ -3,13 +3,16 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
 namespace kdt::cpu {
 
-// The calling thread works too, so a pool of n has n - 1 threads. Between two ops a thread spins for a short while, because a
-// decode step hands over more than a hundred ops a millisecond, then sleeps.
+// The calling thread works too, so a pool of n has n - 1 threads. A decode step hands over more than a hundred ops
+// a millisecond, so a hand-over must cost little: a thread spins on one cache line for a while before it sleeps, and
+// tasks as few as the threads go to them without a shared counter. A thread that is late holds nobody up: the
+// caller takes its place.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);
@@ -19,8 +22,7 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. Tasks are taken in
-  // order by whichever thread is free; a task must not throw.
+  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. A task must not throw.
   template <typename Body>
   void run(int64_t num_tasks, const Body& body) {
     if (num_tasks <= 0) return;
@@ -36,19 +38,28 @@ class ThreadPool {
  private:
   using Call = void (*)(const void*, int64_t, int);
 
+  // A thread's part in job j is claimed once, by the thread or by the caller in its place: `claimed` goes from j - 1
+  // to j. The thread says `done` j when it was the one.
+  struct alignas(64) Seat {
+    std::atomic<uint32_t> claimed{0};
+    alignas(64) std::atomic<uint32_t> done{0};
+  };
+
   void run_shared(int64_t num_tasks, const void* context, Call call);
   void work(int thread);
-  void take_tasks(int thread);
+  // Thread `seat`'s part of the job, worked on by `thread`.
+  void do_part(int seat, int thread);
+  void count_down(int thread);
 
-  std::vector<std::thread> threads_;
-  // The job of one op. A thread joins it while it is open; the caller closes it when no task is left, so a
-  // thread that is late, or whose core is busy elsewhere, holds nobody up.
+  // The job; written while every seat of the one before is claimed and done, read after claiming a seat of it.
+  alignas(64) std::atomic<uint32_t> job_{0};
   const void* context_ = nullptr;
   Call call_ = nullptr;
   int64_t num_tasks_ = 0;
-  alignas(64) std::atomic<uint64_t> state_{0};  // job number << 32 | open << 16 | threads that joined
-  alignas(64) std::atomic<int64_t> next_task_{0};
   std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<int64_t> next_task_{0};  // when there are more tasks than threads
+  std::unique_ptr<Seat[]> seats_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace kdt::cpu
