@@ -205,6 +205,7 @@ def tree(
     from kdtree_engine.sampling_params import SamplingParams
 
     text = common.read_prompt(prompt)
+    common.check_writable("--svg", svg)
     if not 1 <= tree_budget <= 256:
         raise ValueError(f"--tree-budget is {tree_budget}, want 1 to 256")
     speculative = common.speculative_options(

@@ -100,7 +100,7 @@ class BenchPrompt:
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """The prompts of a JSON file: a list of {"name", "text", "kind"}; errors name the entry."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: name a prompts file with --prompts FILE")
+        raise ValueError(f"{path} is not a file: name one with prompts as --prompts FILE")
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -242,6 +242,7 @@ def bench(
     from kdtree_engine.llm import default_model, find_drafter
 
     settings = settings_of(methods, budgets)
+    common.check_writable("--json", json_file)
     folder = model or default_model()
     if len(settings) > 1 and folder.is_dir() and find_drafter(folder, draft_model) is None:
         raise ValueError(

@@ -165,6 +165,12 @@ def read_prompt(prompt: str) -> str:
         raise ValueError(f"standard input is not UTF-8 at byte {error.start}") from None
 
 
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuses a file to be written later whose folder is not there, before the work is done."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"{option} is {path}: it must be a file in a folder that exists")
+
+
 def start(llm: "LLM", prompt: str, chat: bool, system: str | None, params: Any) -> "Stream":
     """A stream that continues the prompt, or answers it in the chat template."""
     if not chat:

@@ -10,11 +10,6 @@ import pytest
 
 import fake_core
 
-try:
-    import kdtree_engine._core  # noqa: F401
-except ImportError:
-    sys.modules["kdtree_engine._core"] = fake_core
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 

@@ -79,6 +79,10 @@ class Engine:
         self.aborted.append(request_id)
         return self.active.pop(request_id, None) is not None
 
+    def generate(self, prompt_token_ids: list[int], options: RequestOptions) -> list[StepOutput]:
+        self.warm_ups = [*getattr(self, "warm_ups", []), options]
+        return []
+
     def step(self) -> list[StepOutput]:
         return [self._advance(i, r) for i, r in list(self.active.items())]
 

@@ -190,6 +190,15 @@ def test_tree_after(scripted: Fake, run: Run) -> None:
     assert status == 1 and "the text ended before round 3: use a smaller --after" in err
 
 
+def test_places_that_cannot_be_written_are_found_first(
+    scripted: Fake, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    for place in (tmp_path, tmp_path / "no" / "file"):
+        for arguments in (["tree", "x", "--svg"], ["bench", "--json"]):
+            status, out, err = run(*arguments, str(place))
+            assert status == 1 and out == "" and f"{arguments[-1]} is {place}: " in err
+
+
 def test_tree_budget_is_checked(scripted: Fake, run: Run) -> None:
     assert "--tree-budget is 300" in run("tree", "hello", "--tree-budget", "300")[2]
 
@@ -252,7 +261,7 @@ def test_bench_settings_take_turns(
 
 def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
     status, _, err = run("bench")
-    assert status == 1 and "heldout_prompts.json does not exist: name a prompts file" in err
+    assert status == 1 and "heldout_prompts.json is not a file: name one" in err
     own = tmp_path / "own.json"
     for text, message in (
         ("[", "own.json: Expecting value"),

@@ -128,6 +128,12 @@ def test_speculative_options_reach_the_engine(fake_engine: Fake) -> None:
     assert llm._engine.added[2].tree_budget == 0
 
 
+def test_an_automatic_budget_measures_at_load(fake_engine: Fake) -> None:
+    assert [o.method for o in LLM()._engine.warm_ups] == ["ddtree"]
+    for config in ({"tree_budget": 8}, {"method": "dflash"}, {"method": "none"}):
+        assert not hasattr(LLM(speculative_config=config)._engine, "warm_ups")
+
+
 def test_method_is_none_without_a_drafter(fake_engine: Fake, tokenizer_folder: Path) -> None:
     (tokenizer_folder / "drafter").rmdir()
     assert LLM().speculative == SpeculativeConfig("none")
