@@ -70,14 +70,25 @@ void for_sequences(const char* op, const SequenceRows& rows, const KvCache& cach
   for (int64_t s = 0; s < rows.prefix_len.numel(); ++s) body(sequence_at(op, rows, s, cache, total_rows));
 }
 
-// Writes a position's key and value of one group.
-void store_row(const CpuKvCache& cache, const Sequence& sequence, int64_t layer, int64_t position, int64_t group,
-               const float* key, const float* value) {
-  const int64_t within = position % cache.block_size;
-  float* keys = cache.keys(layer, sequence.block(position), group);
-  for (int64_t d = 0; d < cache.key_dim; ++d) keys[cache.key_index(within, d)] = key[d];
-  std::memcpy(cache.values(layer, sequence.block(position), group) + within * cache.value_stride, value,
-              cache.value_dim * sizeof(float));
+// Writes keys and values of a sequence's rows to one group, from slot 0 on. keys: rows of `key_stride`; values likewise.
+void store_rows(const CpuKvCache& cache, const Sequence& sequence, int64_t layer, int64_t group, const float* keys,
+                int64_t key_stride, const float* values, int64_t value_stride) {
+  for (int64_t row = 0; row < sequence.num_rows;) {
+    // Positions that share a panel lie side by side, so the panel is written dimension by dimension.
+    const int64_t position = sequence.prefix_len + row;
+    const int64_t within = position % cache.block_size;
+    const int64_t count = std::min(sequence.num_rows - row, kPanel - position % kPanel);
+    float* panel = cache.keys(layer, sequence.block(position), group) + cache.key_index(within, 0);
+    const float* from = keys + row * key_stride;
+    for (int64_t d = 0; d < cache.key_dim; ++d) {
+      for (int64_t i = 0; i < count; ++i) panel[d * kPanel + i] = from[i * key_stride + d];
+    }
+    float* to = cache.values(layer, sequence.block(position), group) + within * cache.value_stride;
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(to + i * cache.value_stride, values + (row + i) * value_stride, cache.value_dim * sizeof(float));
+    }
+    row += count;
+  }
 }
 
 // The slots a row sees besides the prefix, ascending.
@@ -193,17 +204,19 @@ void CpuBackend::mla_store(const MlaStoreArgs& args) {
   const int64_t rank = args.norm_weight.numel(), rope_dim = args.rope.cos_sin.dim(1);
   KDT_CHECK(cache.value_dim == rank && cache.key_dim == rank + rope_dim, "mla_store: a cache of ", cache.key_dim,
             " + ", cache.value_dim, " for a latent of ", rank, " + ", rope_dim);
-  shared_.floats.resize(std::max<size_t>(shared_.floats.size(), cache.key_dim));
-  float* latent = shared_.floats.data();
+  const int64_t width = rank + rope_dim;
+  shared_.floats.resize(std::max<size_t>(shared_.floats.size(), args.kv.dim(0) * width));
   for_sequences("mla_store", args.rows, cache, args.kv.dim(0), [&](const Sequence& sequence) {
-    for (int64_t i = 0; i < sequence.num_rows; ++i) {
+    float* latent = shared_.floats.data();
+    for_rows(sequence.num_rows, width * 8, [&](int64_t i) {
       const int64_t row = sequence.row_begin + i;
       const float* kv = args.kv.data<float>() + row * args.kv.dim(1) + args.column;
-      kernels_.rms_norm(kv, args.norm_weight.data<float>(), rank, args.eps, latent);
-      std::memcpy(latent + rank, kv + rank, rope_dim * sizeof(float));
-      rotate(latent + rank, rope_dim, args.rope, args.positions.data<int32_t>()[row]);
-      store_row(cache, sequence, args.layer, sequence.prefix_len + i, 0, latent, latent);
-    }
+      kernels_.rms_norm(kv, args.norm_weight.data<float>(), rank, args.eps, latent + i * width);
+      float* key = latent + i * width + rank;
+      std::memcpy(key, kv + rank, rope_dim * sizeof(float));
+      rotate(key, rope_dim, args.rope, args.positions.data<int32_t>()[row]);
+    });
+    store_rows(cache, sequence, args.layer, 0, latent, width, latent, width);
   });
 }
 
@@ -272,17 +285,20 @@ void CpuBackend::gqa_store(const GqaStoreArgs& args) {
   const int64_t dim = args.k_norm.numel(), kv_heads = cache.num_groups;
   KDT_CHECK(cache.key_dim == dim && args.column + 2 * kv_heads * dim <= args.kv.dim(1), "gqa_store: kv ",
             args.kv.to_string(), " from column ", args.column, " for ", kv_heads, " heads of ", cache.key_dim);
-  shared_.floats.resize(std::max<size_t>(shared_.floats.size(), dim));
-  float* key = shared_.floats.data();
+  const int64_t width = kv_heads * dim;
+  shared_.floats.resize(std::max<size_t>(shared_.floats.size(), args.kv.dim(0) * width));
   for_sequences("gqa_store", args.rows, cache, args.kv.dim(0), [&](const Sequence& sequence) {
-    for (int64_t i = 0; i < sequence.num_rows; ++i) {
-      const int64_t row = sequence.row_begin + i;
-      const float* kv = args.kv.data<float>() + row * args.kv.dim(1) + args.column;
+    float* keys = shared_.floats.data();
+    const float* kv = args.kv.data<float>() + sequence.row_begin * args.kv.dim(1) + args.column;
+    for_rows(sequence.num_rows, width * 8, [&](int64_t i) {
       for (int64_t head = 0; head < kv_heads; ++head) {
-        kernels_.rms_norm(kv + head * dim, args.k_norm.data<float>(), dim, args.eps, key);
-        rotate(key, dim, args.rope, args.positions.data<int32_t>()[row]);
-        store_row(cache, sequence, args.layer, sequence.prefix_len + i, head, key, kv + (kv_heads + head) * dim);
+        float* key = keys + i * width + head * dim;
+        kernels_.rms_norm(kv + i * args.kv.dim(1) + head * dim, args.k_norm.data<float>(), dim, args.eps, key);
+        rotate(key, dim, args.rope, args.positions.data<int32_t>()[sequence.row_begin + i]);
       }
+    });
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      store_rows(cache, sequence, args.layer, head, keys + head * dim, width, kv + width + head * dim, args.kv.dim(1));
     }
   });
 }

@@ -12,6 +12,9 @@ using kdt::cpu::kPanel;
 
 constexpr int kMaxRows = 6;  // rows of a tile
 constexpr int kMaxUnits = 4;
+// From this many rows on a tile asks for what the next one reads: arithmetic leaves the time, and the processor's own
+// prefetch starts anew at each page. Fewer rows are bound by the transfer itself.
+constexpr int kPrefetchRows = 3;
 
 // Units of outputs worked on beside `rows` rows, so that accumulators, weights and one value fit the registers.
 constexpr int units_for(int rows, int vectors_per_unit) {
@@ -57,6 +60,7 @@ struct Bf16Weights {
     for (int64_t i = 0; i < k; ++i) {
       Vec weight_low[S], weight_high[S];
       for (int s = 0; s < S; ++s) {
+        if constexpr (R >= kPrefetchRows) __builtin_prefetch(w[s] + (S * k + i) * 16, 0, 2);
         const Words words = load_words(w[s] + i * 16);
         weight_low[s] = low_bf16(words);
         weight_high[s] = high_bf16(words);

@@ -112,28 +112,26 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   int64_t width = request.options.tree_topk == 0 ? budget : request.options.tree_topk;
   width = chain ? 1 : std::min({width, budget, config_.vocab_size});
 
-  const Buffer logprobs = backend_->allocate(DType::kFloat32, {max_depth, width});
-  const Buffer ids = backend_->allocate(DType::kInt32, {max_depth, width});
+  const Tensor logprobs = logprobs_.tensor.rows(0, max_depth * width).view({max_depth, width});
+  const Tensor ids = candidate_ids_.tensor.rows(0, max_depth * width).view({max_depth, width});
   backend_->topk_logprobs({.logits = logits.rows(0, max_depth),
                            .temperature = static_cast<float>(request.options.draft_temperature),
-                           .logprobs = logprobs.tensor,
-                           .ids = ids.tensor});
-  const Buffer arrays = backend_->allocate(DType::kInt32, {5, budget + 1});
-  const Buffer logw = backend_->allocate(DType::kFloat64, {budget + 1});
-  const Buffer num_nodes = backend_->allocate(DType::kInt32, {1});
-  const auto array = [&](int64_t i) { return arrays.tensor.rows(i, 1).view({budget + 1}); };
-  backend_->tree_build({.logprobs = logprobs.tensor,
-                        .ids = ids.tensor,
+                           .logprobs = logprobs,
+                           .ids = ids});
+  const auto array = [&](int64_t i) { return tree_array(i, budget + 1); };
+  const Tensor num_nodes = tree_counts_.tensor.rows(0, 1);
+  backend_->tree_build({.logprobs = logprobs,
+                        .ids = ids,
                         .budget = budget,
                         .tokens = array(0),
                         .parents = array(1),
                         .depths = array(2),
                         .first_child = array(3),
                         .next_sibling = array(4),
-                        .logw = logw.tensor,
-                        .num_nodes = num_nodes.tensor});
+                        .logw = tree_logw_.tensor,
+                        .num_nodes = num_nodes});
   int32_t count = 0;
-  backend_->download(&count, num_nodes.tensor);
+  backend_->download(&count, num_nodes);
   DraftTree tree;
   int64_t i = 0;
   for (auto* list : {&tree.tokens, &tree.parents, &tree.depths, &tree.first_child, &tree.next_sibling}) {
@@ -141,7 +139,7 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
     backend_->download(list->data(), array(i++).rows(0, count));
   }
   tree.logw.resize(count);
-  backend_->download(tree.logw.data(), logw.tensor.rows(0, count));
+  backend_->download(tree.logw.data(), tree_logw_.tensor.rows(0, count));
   return tree;
 }
 
@@ -181,9 +179,8 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
   const auto slots = static_cast<int64_t>(target_tokens.size());
   output.accepted = {0};
   if (slots > 1) {
-    const Buffer arrays = backend_->allocate(DType::kInt32, {5, slots});
-    const Buffer results = backend_->allocate(DType::kInt32, {2});
-    const auto array = [&](int64_t i) { return arrays.tensor.rows(i, 1).view({slots}); };
+    const auto array = [&](int64_t i) { return tree_array(i, slots); };
+    const Tensor length_out = tree_counts_.tensor.rows(0, 1);
     backend_->upload(array(0), tree.tokens.data());
     backend_->upload(array(1), tree.first_child.data());
     backend_->upload(array(2), tree.next_sibling.data());
@@ -193,10 +190,10 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
                            .next_sibling = array(2),
                            .target = array(3),
                            .accepted = array(4),
-                           .accept_length = results.tensor.rows(0, 1),
-                           .bonus_token = results.tensor.rows(1, 1)});
+                           .accept_length = length_out,
+                           .bonus_token = tree_counts_.tensor.rows(1, 1)});
     int32_t length = 0;
-    backend_->download(&length, results.tensor.rows(0, 1));
+    backend_->download(&length, length_out);
     output.accepted.resize(length);
     backend_->download(output.accepted.data(), array(4).rows(0, length));
   }
@@ -226,14 +223,11 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
   }
   if (moves) {
     const std::vector<int32_t> blocks = block_table(request.slot);
-    const Buffer table = backend_->allocate(DType::kInt32, {blocks_per_slot_});
-    const Buffer lists = backend_->allocate(DType::kInt32, {2, count});
-    const Tensor from_rows = lists.tensor.rows(0, 1).view({count});
-    const Tensor to_rows = lists.tensor.rows(1, 1).view({count});
-    backend_->upload(table.tensor, blocks.data());
+    const Tensor table = tree_array(0, blocks_per_slot_), from_rows = tree_array(1, count), to_rows = tree_array(2, count);
+    backend_->upload(table, blocks.data());
     backend_->upload(from_rows, from.data());
     backend_->upload(to_rows, to.data());
-    backend_->kv_compact(*target_cache_, table.tensor, from_rows, to_rows);
+    backend_->kv_compact(*target_cache_, table, from_rows, to_rows);
   }
   if (request.method != Method::kPlain) keep_features(request, rows);
   request.num_cached += count;

@@ -33,11 +33,16 @@ Engine::Engine(const EngineOptions& options) {
   logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, config_.vocab_size});
   token_out_ = backend_->allocate(DType::kInt32, {kLogitRows});
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
+  tree_ints_ = backend_->allocate(DType::kInt32, {6, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
+  tree_logw_ = backend_->allocate(DType::kFloat64, {kMaxTreeBudget + 1});
+  tree_counts_ = backend_->allocate(DType::kInt32, {2});
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   if (!draft_) return;
   const int64_t block = draft_->config().block_size;
   draft_batch_ = std::make_unique<RowBatch>(*backend_, max_num_seqs_ * block, max_num_seqs_, blocks_per_slot_);
   context_batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, 1, blocks_per_slot_);
+  logprobs_ = backend_->allocate(DType::kFloat32, {(block - 1) * kMaxTreeBudget});
+  candidate_ids_ = backend_->allocate(DType::kInt32, {(block - 1) * kMaxTreeBudget});
   draft_logits_ = backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), config_.vocab_size});
   const int64_t width = target_->features(1).dim(1);
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
@@ -188,6 +193,10 @@ bool Engine::abort(int64_t request_id) {
   if (ended == ended_.end()) return false;
   ended_.erase(ended);
   return true;
+}
+
+Tensor Engine::tree_array(int64_t index, int64_t size) const {
+  return tree_ints_.tensor.rows(index, 1).view({tree_ints_.tensor.dim(1)}).rows(0, size);
 }
 
 void Engine::admit() {
