@@ -1,11 +1,12 @@
 """`LLM`: a loaded model that continues prompts, in the manner of vLLM's class of that name."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
 
 from kdtree_engine import _core
 from kdtree_engine.outputs import RequestOutput, StreamChunk
@@ -140,11 +141,13 @@ class LLM:
         sequences: list[_Sequence] = []
         try:
             for prompt, one in zip(listed, params, strict=True):
-                sequences.append(self._add(prompt, one, speculative))
-            with _Bar(len(sequences), use_tqdm) as bar:
-                while any(not s.finished for s in sequences):
+                sequences.append(self._add(prompt, one, speculative, streamed=False))
+            console = Console(stderr=True)
+            with Progress(console=console, disable=not (use_tqdm and console.is_terminal)) as bar:
+                task = bar.add_task("requests", total=len(sequences))
+                while not all(s.finished for s in sequences):
                     self._step()
-                    bar.show(sum(s.finished for s in sequences))
+                    bar.update(task, completed=sum(s.finished for s in sequences))
         finally:
             self._release(sequences)
         return [s.output() for s in sequences]
@@ -163,7 +166,8 @@ class LLM:
         closed.
         """
         speculative = self._speculative_for(speculative_config)
-        return Stream(self, self._add(prompt, sampling_params or SamplingParams(), speculative))
+        params = sampling_params or SamplingParams()
+        return Stream(self, self._add(prompt, params, speculative, streamed=True))
 
     def chat(
         self,
@@ -213,12 +217,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ inside
@@ -238,7 +237,11 @@ class LLM:
         return config
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, speculative: SpeculativeConfig
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculative: SpeculativeConfig,
+        streamed: bool,
     ) -> _Sequence:
         text, ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
@@ -255,7 +258,7 @@ class LLM:
             draft_temperature=speculative.draft_temperature,
         )
         request_id = self._engine.add_request(ids, options)
-        sequence = _Sequence(request_id, text, ids, params, speculative, self._tokenizer)
+        sequence = _Sequence(request_id, text, ids, params, speculative, self._tokenizer, streamed)
         self._running[request_id] = sequence
         return sequence
 
@@ -316,7 +319,7 @@ class Stream:
             if sequence.finished:
                 raise StopIteration
             self._llm._step()
-        return sequence.chunks.pop(0)
+        return sequence.chunks.popleft()
 
     @property
     def output(self) -> RequestOutput:
@@ -329,48 +332,12 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         if hasattr(self._llm, "_engine"):
             self.close()
-
-
-class _Bar:
-    """A progress bar over requests on stderr, or nothing."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._progress: Any = None
-        if shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-            self._progress = Progress(
-                *Progress.get_default_columns()[:2],
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._progress.add_task("Requests", total=total)
-
-    def show(self, done: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done)
-
-    def __enter__(self) -> "_Bar":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
 
 def _checked_keys(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a request gives back, and the turning of committed tokens into text."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -141,13 +142,15 @@ class Sequence:
         params: SamplingParams,
         speculative: SpeculativeConfig,
         tokenizer: Tokenizer | None,
+        streamed: bool,
     ) -> None:
         self.request_id, self.prompt = request_id, prompt
         self.prompt_token_ids, self.params = prompt_token_ids, params
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.chunks: list[StreamChunk] = []  # not yet read by a stream
+        self.chunks: deque[StreamChunk] = deque()  # not yet read by a stream
+        self._streamed = streamed
         tree = speculative.method == "ddtree"
         self.spec = SpecStats(speculative.method, speculative.tree_budget if tree else None)
         self.spec.timings = dict.fromkeys(
@@ -161,7 +164,7 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def advance(self, step: "StepOutput") -> StreamChunk:
+    def advance(self, step: "StepOutput") -> None:
         """Takes one step's tokens, up to a stop string if that comes first."""
         self._measure(step)
         new: list[int] = []
@@ -181,11 +184,9 @@ class Sequence:
             self.finish_reason = step.finish_reason
             if step.stop_token_id in self.params.stop_token_ids:
                 self.stop_reason = step.stop_token_id
-        chunk = StreamChunk(
-            self._text.take(self.finished), new, step, self.finish_reason, self.stop_reason
-        )
-        self.chunks.append(chunk)
-        return chunk
+        if self._streamed:
+            text = self._text.take(self.finished)
+            self.chunks.append(StreamChunk(text, new, step, self.finish_reason, self.stop_reason))
 
     def _measure(self, step: "StepOutput") -> None:
         now = perf_counter()
