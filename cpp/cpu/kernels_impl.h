@@ -122,6 +122,8 @@ struct Int4Weights {
   const uint32_t* scales;
   int64_t k;
 
+  static constexpr int ceil_panels(int units) { return (units + kUnitsPerPanel - 1) / kUnitsPerPanel; }
+
   template <int kNibble, int R, int S>
   static void nibble(const NibbleTable& table, const Words (&words)[S], const float* x, int64_t ldx,
                      Vec (&group)[R][S]) {
@@ -154,7 +156,10 @@ struct Int4Weights {
         for (int s = 0; s < S; ++s) group[r][s] = broadcast(0.0f);
       for (int64_t i = g * (kGroup / 8); i < (g + 1) * (kGroup / 8); ++i) {
         Words words[S];
-        for (int s = 0; s < S; ++s) words[s] = load_words(w[s] + i * kPanel);
+        for (int s = 0; s < S; ++s) {
+          __builtin_prefetch(w[s] + (ceil_panels(S) * (k / 8) + i) * kPanel, 0, 2);
+          words[s] = load_words(w[s] + i * kPanel);
+        }
         const float* values = x + i * 8;
         nibble<0>(table, words, values, ldx, group);
         nibble<1>(table, words, values, ldx, group);

@@ -11,9 +11,9 @@ inline void pause() {
 #endif
 }
 
-// Spins before a thread offers its core to others (some 20 us), and offers before it sleeps (some 500 us).
-constexpr int kSpins = 1000;
-constexpr int kYields = 1000;
+// Spins before a thread offers its core to others (some 200 us), and offers before it sleeps (some 100 us).
+constexpr int kSpins = 10000;
+constexpr int kYields = 200;
 
 }  // namespace
 

@@ -22,13 +22,16 @@ void DraftTree::truncate(int64_t count) {
   }
 }
 
-// How deep a tree may go: not past the block, the last token asked for, or what the drafter has positions for.
+// How deep a tree may go: not past the block, the budget, the last token asked for, or the drafter's positions.
 int64_t Engine::draft_depth(const Request& request) const {
   if (request.method == Method::kPlain) return 0;
   const auto length = static_cast<int64_t>(request.token_ids.size());
   const int64_t positions = draft_->config().max_position_embeddings;
   if (positions > 0 && length - 1 + draft_->config().block_size > positions) return 0;
-  return std::min(block_drafts(), request.max_length - length - 1);
+  const int64_t widest = request.is_auto()                   ? auto_budget_.depth()
+                         : request.options.tree_budget == 0 ? block_drafts()
+                                                            : request.options.tree_budget;
+  return std::min({block_drafts(), widest, request.max_length - length - 1});
 }
 
 void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
@@ -67,12 +70,14 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   const Clock draft_clock;
   std::vector<size_t> drafting;
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (draft_depth(*requests[i]) > 0 && (!requests[i]->is_auto() || requests[i]->auto_budget.should_draft(costs_))) {
+    if (draft_depth(*requests[i]) > 0 && (!requests[i]->is_auto() || auto_budget_.should_draft(costs_, requests[i]->token_ids))) {
       drafting.push_back(i);
     }
   }
   if (drafting.empty()) return;
   for (const size_t i : drafting) extend_context(*requests[i]);
+  backend_->synchronize();
+  const double extend_ms = draft_clock.ms();
   const DraftConfig& config = draft_->config();
   draft_batch_->clear();
   for (const size_t i : drafting) {
@@ -84,25 +89,28 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   }
   draft_batch_->upload();
   const auto count = static_cast<int64_t>(drafting.size());
-  draft_->draft(*draft_batch_, *target_, *draft_cache_, draft_logits_.tensor.rows(0, count * block_drafts()));
+  int64_t depth = 0;
+  for (const size_t i : drafting) depth = std::max(depth, draft_depth(*requests[i]));
+  draft_->draft(*draft_batch_, depth, *target_, *draft_cache_, draft_logits_.tensor.rows(0, count * depth));
   backend_->synchronize();
   ++stats_.draft_forwards;
   const double draft_ms = draft_clock.ms();
   stats_.draft_ms += draft_ms;
-  if (costs_.measured() && count == 1) costs_.observe_draft(draft_ms);
 
   const Clock build_clock;
   for (size_t i = 0; i < drafting.size(); ++i) {
     const Request& request = *requests[drafting[i]];
     StepOutput& output = *outputs[drafting[i]];
-    output.tree = build_tree(request, draft_logits_.tensor.rows(static_cast<int64_t>(i) * block_drafts(), block_drafts()),
+    output.tree = build_tree(request, draft_logits_.tensor.rows(static_cast<int64_t>(i) * depth, depth),
                              draft_depth(request));
-    if (request.is_auto()) output.tree.truncate(request.auto_budget.choose_slots(output.tree.logw, costs_));
+    if (request.is_auto()) output.tree.truncate(auto_budget_.choose_slots(output.tree.logw, costs_));
     output.draft_ms = draft_ms;
   }
   const double build_ms = build_clock.ms();
   stats_.build_ms += build_ms;
   for (const size_t i : drafting) outputs[i]->build_ms = build_ms;
+  // The context's rows must be added once, whichever round does it.
+  if (costs_.measured() && count == 1) costs_.observe_draft(draft_ms - extend_ms + build_ms);
 }
 
 DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64_t max_depth) {
@@ -203,7 +211,7 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
   for (const int32_t slot : output.accepted) tokens.push_back(target_tokens[slot]);
   output.accept_length = static_cast<int64_t>(tokens.size());
   if (request.is_auto() && tree.num_nodes() > 0) {
-    request.auto_budget.observe(tree.logw, output.accept_length, costs_);
+    auto_budget_.observe(tree.logw, output.accept_length, costs_);
   }
   commit_tokens(request, tokens, output);
   if (output.finished) {
@@ -235,67 +243,74 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
 
 void Engine::keep_features(Request& request, const std::vector<int32_t>& rows) {
   const auto count = static_cast<int64_t>(rows.size());
-  if (request.num_pending + count > max_rows_) extend_context(request);
+  const Tensor& pending = pending_features_[request.slot].tensor;
+  if (request.num_pending + count > pending.dim(0)) extend_context(request);
   const Tensor indices = row_indices_.tensor.rows(0, count);
   backend_->upload(indices, rows.data());
-  backend_->gather_rows(target_->features(batch_->num_rows()), indices,
-                        pending_features_[request.slot].tensor.rows(request.num_pending, count));
+  backend_->gather_rows(target_->features(batch_->num_rows()), indices, pending.rows(request.num_pending, count));
   request.num_pending += count;
 }
 
 void Engine::extend_context(Request& request) {
-  if (request.num_pending == 0) return;
-  // Only the rows' positions matter here; the features stand in for the tokens.
-  const std::vector<int32_t> tokens(request.num_pending, 0);
-  context_batch_->clear();
-  context_batch_->begin_sequence(request.num_context, block_table(request.slot));
-  context_batch_->add_chain(tokens.data(), request.num_pending, request.num_context);
-  context_batch_->upload();
-  draft_->extend_context(*context_batch_, pending_features_[request.slot].tensor.rows(0, request.num_pending),
-                         *draft_cache_);
-  request.num_context += request.num_pending;
+  for (int64_t begin = 0; begin < request.num_pending; begin += max_rows_) {
+    const int64_t count = std::min(max_rows_, request.num_pending - begin);
+    // Only the rows' positions matter here; the features stand in for the tokens.
+    const std::vector<int32_t> tokens(count, 0);
+    context_batch_->clear();
+    context_batch_->begin_sequence(request.num_context, block_table(request.slot));
+    context_batch_->add_chain(tokens.data(), count, request.num_context);
+    context_batch_->upload();
+    draft_->extend_context(*context_batch_, pending_features_[request.slot].tensor.rows(begin, count), *draft_cache_);
+    request.num_context += count;
+  }
   request.num_pending = 0;
 }
 
-// Times passes of both models in the spare slot: a few of each size, the quickest counts.
+// Times passes of both models in the spare slot. Every size has its turn in each of a few sweeps, so that a disturbance
+// does not hit one size alone; the quickest of a size counts.
 void Engine::measure_costs() {
-  constexpr int64_t kContext = 128;
-  constexpr int kRepeats = 4;
-  const int64_t context = std::min(kContext, max_model_len_ / 2);
-  const auto quickest = [&](const auto& body) {
-    double best = 0;
-    for (int i = 0; i < kRepeats; ++i) {
-      const Clock clock;
-      body();
-      backend_->synchronize();
-      best = i == 0 ? clock.ms() : std::min(best, clock.ms());
-    }
-    return best;
+  constexpr int64_t kSizes[] = {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 49, 65};
+  constexpr int kWarmUp = 2, kSweeps = 6;
+  const int64_t context = std::min<int64_t>(256, max_model_len_ / 2);
+  const auto timed = [&](const auto& body) {
+    const Clock clock;
+    body();
+    backend_->synchronize();
+    return clock.ms();
   };
   std::vector<std::pair<int64_t, double>> points;
-  for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 41, 49, 65}) {
-    batch_->clear();
-    batch_->begin_sequence(context, block_table(spare_slot()));
-    // Spread over the vocabulary, so that rows go to different experts.
-    for (int64_t row = 0; row < rows; ++row) {
-      batch_->add_row(static_cast<int32_t>(row * 7919 % config_.vocab_size),
-                      std::min(context + row, max_model_len_ - 1), static_cast<int32_t>(row) - 1);
+  for (const int64_t rows : kSizes) points.emplace_back(rows, 1e9);
+  double draft_ms = 1e9;
+  const int64_t depth = std::min(block_drafts(), auto_budget_.depth());
+  const std::vector<int32_t> block(draft_->config().block_size, static_cast<int32_t>(draft_->config().mask_token_id));
+  int64_t token = 0;
+  for (int sweep = 0; sweep < kWarmUp + kSweeps; ++sweep) {
+    for (auto& [rows, best] : points) {
+      batch_->clear();
+      batch_->begin_sequence(context, block_table(spare_slot()));
+      // Other tokens each time, so that rows and sweeps go to different experts.
+      for (int64_t row = 0; row < rows; ++row) {
+        token = (token + 7919) % config_.vocab_size;
+        batch_->add_row(static_cast<int32_t>(token), std::min(context + row, max_model_len_ - 1),
+                        static_cast<int32_t>(row) - 1);
+      }
+      batch_->upload();
+      const double ms = timed([&] {
+        target_->forward(*batch_, *target_cache_);
+        next_tokens(0, rows);
+      });
+      if (sweep >= kWarmUp) best = std::min(best, ms);
     }
-    batch_->upload();
-    points.emplace_back(rows, quickest([&] {
-                          target_->forward(*batch_, *target_cache_);
-                          next_tokens(0, rows);
-                        }));
+    draft_batch_->clear();
+    draft_batch_->begin_sequence(context, block_table(spare_slot()));
+    draft_batch_->add_chain(block.data(), draft_->config().block_size, context);
+    draft_batch_->upload();
+    const double ms = timed(
+        [&] { draft_->draft(*draft_batch_, depth, *target_, *draft_cache_, draft_logits_.tensor.rows(0, depth)); });
+    if (sweep >= kWarmUp) draft_ms = std::min(draft_ms, ms);
   }
   costs_.set_verify(std::move(points));
-
-  const std::vector<int32_t> block(draft_->config().block_size, static_cast<int32_t>(draft_->config().mask_token_id));
-  draft_batch_->clear();
-  draft_batch_->begin_sequence(context, block_table(spare_slot()));
-  draft_batch_->add_chain(block.data(), draft_->config().block_size, context);
-  draft_batch_->upload();
-  costs_.set_draft(quickest(
-      [&] { draft_->draft(*draft_batch_, *target_, *draft_cache_, draft_logits_.tensor.rows(0, block_drafts())); }));
+  costs_.set_draft(draft_ms);
 }
 
 }  // namespace kdt

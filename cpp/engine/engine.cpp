@@ -13,6 +13,8 @@ constexpr int64_t kBlockSize = 64;
 constexpr int64_t kMaxContext = int64_t{1} << 24;
 // Rows of logits held at once.
 constexpr int64_t kLogitRows = 64;
+// Rows of features kept for a drafter that has not been asked; a request that never drafts is spared their cost.
+constexpr int64_t kPendingRows = 1024;
 
 }  // namespace
 
@@ -45,8 +47,9 @@ Engine::Engine(const EngineOptions& options) {
   candidate_ids_ = backend_->allocate(DType::kInt32, {(block - 1) * kMaxTreeBudget});
   draft_logits_ = backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), config_.vocab_size});
   const int64_t width = target_->features(1).dim(1);
+  const int64_t pending_rows = std::max(max_rows_, std::min(kPendingRows, max_model_len_));
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
-    pending_features_.push_back(backend_->allocate(DType::kFloat32, {max_rows_, width}));
+    pending_features_.push_back(backend_->allocate(DType::kFloat32, {pending_rows, width}));
   }
 }
 

@@ -117,6 +117,7 @@ class Engine {
   std::vector<StepOutput> ended_;  // finished before they began, for the next step to tell
   int64_t next_id_ = 0;
   CostModel costs_;
+  AutoBudget auto_budget_;
   EngineStats stats_;
 };
 

@@ -5,8 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "engine/auto_budget.h"
-
 namespace kdt {
 
 enum class Method { kPlain, kChain, kTree };
@@ -58,7 +56,6 @@ struct Request {
   // The drafter's context lags behind: features of committed rows wait until it drafts.
   int64_t num_context = 0;  // rows in the drafter's cache
   int64_t num_pending = 0;  // rows of features after those
-  AutoBudget auto_budget;
 
   bool prefilling() const { return num_cached < prompt_length; }
   bool is_auto() const { return method == Method::kTree && options.tree_budget == 0; }

@@ -51,15 +51,8 @@ DraftModel::DraftModel(Backend& backend, const DraftConfig& config, const Safete
   gate_up_ = matrix(block_rows, 2 * c.intermediate_size);
   activated_ = matrix(block_rows, c.intermediate_size);
 
-  // Every row of a block but the first predicts a token.
-  const int64_t drafted = c.block_size - 1;
-  std::vector<int32_t> rows;
-  for (int64_t i = 0; i < max_sequences * drafted; ++i) {
-    rows.push_back(static_cast<int32_t>(i / drafted * c.block_size + i % drafted + 1));
-  }
-  drafted_rows_ = backend.allocate(DType::kInt32, {max_sequences * drafted});
-  backend.upload(drafted_rows_.tensor, rows.data());
-  drafted_ = matrix(max_sequences * drafted, c.hidden_size);
+  drafted_rows_ = backend.allocate(DType::kInt32, {block_rows});
+  drafted_ = matrix(block_rows, c.hidden_size);
 }
 
 std::unique_ptr<KvCache> DraftModel::make_cache(int64_t num_blocks, int64_t block_size) const {
@@ -89,7 +82,7 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
   }
 }
 
-void DraftModel::draft(const RowBatch& batch, TargetModel& target, KvCache& cache, const Tensor& logits) {
+void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache, const Tensor& logits) {
   const DraftConfig& c = config_;
   const int64_t rows = batch.num_rows();
   const auto eps = static_cast<float>(c.rms_norm_eps);
@@ -137,9 +130,18 @@ void DraftModel::draft(const RowBatch& batch, TargetModel& target, KvCache& cach
     const Tensor& next_norm = l + 1 < c.num_hidden_layers ? layers_[l + 1].input_layernorm.tensor : norm_.tensor;
     backend_.add_rms_norm(residual, delta, next_norm, eps, x);
   }
-  const int64_t drafted = rows / c.block_size * (c.block_size - 1);
-  const Tensor hidden = drafted_.tensor.rows(0, drafted);
-  backend_.gather_rows(x, drafted_rows_.tensor.rows(0, drafted), hidden);
+  // Every row of a block but the first predicts a token.
+  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ", c.block_size);
+  std::vector<int32_t> drafted;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = row % c.block_size;
+    if (position >= 1 && position <= depth) drafted.push_back(static_cast<int32_t>(row));
+  }
+  const auto count = static_cast<int64_t>(drafted.size());
+  const Tensor indices = drafted_rows_.tensor.rows(0, count);
+  const Tensor hidden = drafted_.tensor.rows(0, count);
+  backend_.upload(indices, drafted.data());
+  backend_.gather_rows(x, indices, hidden);
   target.lm_head(hidden, logits);
 }
 

@@ -26,8 +26,9 @@ class DraftModel {
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
   // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens) over the cached context.
-  // logits [sequences * (block_size - 1), vocab_size]: row j of a sequence is for the position j + 1 past its root.
-  void draft(const RowBatch& batch, TargetModel& target, KvCache& cache, const Tensor& logits);
+  // logits [sequences * depth, vocab_size]: row j of a sequence is for the position j + 1 past its root; depth is 1 to
+  // block_size - 1.
+  void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache, const Tensor& logits);
 
   const DraftConfig& config() const { return config_; }
 
