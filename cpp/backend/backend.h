@@ -1,9 +1,11 @@
-// The seam between the models and a device: every computation the engine asks for, one method an op.
+// The seam between the models and a device: every computation the engine asks for, one method an
+// op.
 //
-// An op takes contiguous, row-major tensors in the device's memory, checks their shapes (backend/checks.h),
-// writes only its outputs and allocates nothing. Ops run in order on the back end's one stream.
-// Row independence: the bits of an output row depend on that row's inputs and the weights alone, never on
-// how many rows the call holds. Names of sizes: T rows (tokens) of a call, S sequences, V vocab_size.
+// An op takes contiguous, row-major tensors in the device's memory, checks their shapes
+// (backend/checks.h), writes only its outputs and allocates nothing. Ops run in order on the back
+// end's one stream. Row independence: the bits of an output row depend on that row's inputs and the
+// weights alone, never on how many rows the call holds. Names of sizes: T rows (tokens) of a call,
+// S sequences, V vocab_size.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +23,11 @@ struct Buffer {
   Tensor tensor;
 };
 
-// A matrix [out_features, in_features] in the host's memory, as the checkpoint stores it; any alignment.
+// A matrix [out_features, in_features] in the host's memory, as the checkpoint stores it; any
+// alignment.
 struct HostMatrix {
-  const uint8_t* data = nullptr;   // kFloat32, kBFloat16: [out, in]; kInt32: int4 nibbles, [out, in / 8]
+  const uint8_t* data =
+      nullptr;  // kFloat32, kBFloat16: [out, in]; kInt32: int4 nibbles, [out, in / 8]
   const uint8_t* scale = nullptr;  // int4 only: bf16 [out, in / 32]
   DType dtype = DType::kBFloat16;
   int64_t out_features = 0;
@@ -53,7 +57,8 @@ class ExpertsWeight {
   int64_t bytes = 0;
 };
 
-// Cached rows of all layers of one model in the back end's own layout, in blocks of `block_size` positions.
+// Cached rows of all layers of one model in the back end's own layout, in blocks of `block_size`
+// positions.
 class KvCache {
  public:
   virtual ~KvCache() = default;
@@ -63,14 +68,15 @@ class KvCache {
   int64_t bytes = 0;
 };
 
-// Which rows of a call belong to which sequence, and where their keys are. A row of a sequence is a slot of its
-// tree: slot s sits in the cache at row prefix_len + s, its ancestors are found through `parents`. Plain decoding is a tree
-// of one slot, a prefill chunk a tree that is a chain. All kInt32.
+// Which rows of a call belong to which sequence, and where their keys are. A row of a sequence is a
+// slot of its tree: slot s sits in the cache at row prefix_len + s, its ancestors are found through
+// `parents`. Plain decoding is a tree of one slot, a prefill chunk a tree that is a chain. All
+// kInt32.
 struct SequenceRows {
   Tensor row_begin;    // [S + 1] first row of each sequence; the last entry is T
   Tensor prefix_len;   // [S] cached rows before slot 0, visible to every slot
   Tensor block_table;  // [S, blocks] block of each run of block_size positions
-  Tensor parents;      // [T] parent's slot within the sequence, smaller than the slot; -1 for slot 0
+  Tensor parents;  // [T] parent's slot within the sequence, smaller than the slot; -1 for slot 0
 };
 
 struct RmsNormArgs {
@@ -86,19 +92,20 @@ struct RopeTable {
   bool interleaved = false;  // pairs (2i, 2i + 1), or (i, i + rotary_dim / 2)
 };
 
-// q[:, :, nope:] is rotated, q[:, :, :nope] goes through each head's W_UK; both are scaled by `scale`.
+// q[:, :, nope:] is rotated, q[:, :, :nope] goes through each head's W_UK; both are scaled by
+// `scale`.
 struct MlaQueryArgs {
-  Tensor q;                      // [T, heads, nope + rope]
-  const LinearWeight* w_uk;      // heads matrices [kv_lora_rank, nope], stacked
+  Tensor q;                  // [T, heads, nope + rope]
+  const LinearWeight* w_uk;  // heads matrices [kv_lora_rank, nope], stacked
   RopeTable rope;
-  Tensor positions;              // [T] i32
-  float scale = 1;               // the softmax's
-  Tensor out;                    // [T, heads, kv_lora_rank + rope]
+  Tensor positions;  // [T] i32
+  float scale = 1;   // the softmax's
+  Tensor out;        // [T, heads, kv_lora_rank + rope]
 };
 
 // Latent row of a position: RMSNorm(kv[:, :kv_lora_rank]) and the rotated key kv[:, kv_lora_rank:].
 struct MlaStoreArgs {
-  Tensor kv;        // [T, columns]; the row's kv_lora_rank + rope values start at `column`
+  Tensor kv;  // [T, columns]; the row's kv_lora_rank + rope values start at `column`
   int64_t column = 0;
   Tensor norm_weight;  // [kv_lora_rank] f32
   float eps = 0;
@@ -109,8 +116,8 @@ struct MlaStoreArgs {
   SequenceRows rows;
 };
 
-// out[t, h] = sum over visible j of softmax_j(query[t, h] . latent[j]) * latent[j, :kv_lora_rank]; visible are the prefix,
-// the slot's ancestors and the slot itself, added up in position order.
+// out[t, h] = sum over visible j of softmax_j(query[t, h] . latent[j]) * latent[j, :kv_lora_rank];
+// visible are the prefix, the slot's ancestors and the slot itself, added up in position order.
 struct MlaAttentionArgs {
   Tensor query;  // [T, heads, kv_lora_rank + rope], scaled
   const KvCache* cache = nullptr;
@@ -121,12 +128,12 @@ struct MlaAttentionArgs {
 
 // Per-head RMSNorm, rotation, and storing of keys; values are stored as they are.
 struct GqaStoreArgs {
-  Tensor kv;            // [T, columns]; kv_heads * head_dim keys from `column` on, then as many values
+  Tensor kv;  // [T, columns]; kv_heads * head_dim keys from `column` on, then as many values
   int64_t column = 0;
-  Tensor k_norm;        // [head_dim] f32
+  Tensor k_norm;  // [head_dim] f32
   float eps = 0;
   RopeTable rope;
-  Tensor positions;     // [T] i32
+  Tensor positions;  // [T] i32
   KvCache* cache = nullptr;
   int64_t layer = 0;
   SequenceRows rows;
@@ -174,8 +181,8 @@ struct TopkLogprobsArgs {
   Tensor ids;       // [R, k] i32, equals by lower id
 };
 
-// A tree per request: slot 0 is the root, slot i the i-th candidate in best-first order (ddtree paper, algorithm 1; ties:
-// docs/adr/0004). Slots past num_nodes are not written. All i32 but logw.
+// A tree per request: slot 0 is the root, slot i the i-th candidate in best-first order (ddtree
+// paper, algorithm 1; ties: docs/adr/0004). Slots past num_nodes are not written. All i32 but logw.
 struct TreeBuildArgs {
   Tensor logprobs;      // [L, K] f32, each row descending
   Tensor ids;           // [L, K]
@@ -217,19 +224,23 @@ class Backend {
   virtual void synchronize() = 0;
   // The matrices lie one under another in the result; all of one dtype and in_features.
   virtual std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) = 0;
-  virtual std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) = 0;
-  virtual std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                                  int64_t kv_lora_rank, int64_t rope_dim) = 0;
-  virtual std::unique_ptr<KvCache> make_gqa_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                                  int64_t kv_heads, int64_t head_dim) = 0;
+  virtual std::unique_ptr<ExpertsWeight> prepare_experts(
+      const std::vector<HostExpert>& experts) = 0;
+  virtual std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
+                                                  int64_t block_size, int64_t kv_lora_rank,
+                                                  int64_t rope_dim) = 0;
+  virtual std::unique_ptr<KvCache> make_gqa_cache(int64_t num_layers, int64_t num_blocks,
+                                                  int64_t block_size, int64_t kv_heads,
+                                                  int64_t head_dim) = 0;
 
   // Rows.
-  // out[t] = table[token_ids[t]]: table [V, H] bf16 or f32, token_ids [T] i32 within V, out [T, H] f32.
+  // out[t] = table[token_ids[t]]: table [V, H] bf16 or f32, token_ids [T] i32 within V, out [T, H]
+  // f32.
   virtual void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) = 0;
   virtual void rms_norm(const RmsNormArgs& args) = 0;
   // residual += delta, then out = RMSNorm(residual) * weight. All [T, H].
-  virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
-                            const Tensor& out) = 0;
+  virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
+                            float eps, const Tensor& out) = 0;
   // x += y
   virtual void add(const Tensor& x, const Tensor& y) = 0;
   // gate_up [T, 2 I] -> out [T, I] = silu(gate) * up
@@ -237,11 +248,13 @@ class Backend {
   virtual void fill_zero(const Tensor& x) = 0;
   // to[i] = from[rows[i]]; rows [n] i32, from [T, C], to [n, C].
   virtual void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) = 0;
-  // to[:, to_column : to_column + width] = from[:, from_column : from_column + width]; both [T, ...].
-  virtual void copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
-                            int64_t width) = 0;
+  // to[:, to_column : to_column + width] = from[:, from_column : from_column + width]; both [T,
+  // ...].
+  virtual void copy_columns(const Tensor& from, int64_t from_column, const Tensor& to,
+                            int64_t to_column, int64_t width) = 0;
 
-  // Products: x [T, in], out [T, out]. head_linear: `heads` stacked matrices, x [T, heads, in], out [T, heads, out / heads].
+  // Products: x [T, in], out [T, out]. head_linear: `heads` stacked matrices, x [T, heads, in], out
+  // [T, heads, out / heads].
   virtual void linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) = 0;
   virtual void head_linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) = 0;
 
@@ -251,9 +264,10 @@ class Backend {
   virtual void mla_attention(const MlaAttentionArgs& args) = 0;
   virtual void gqa_store(const GqaStoreArgs& args) = 0;
   virtual void gqa_attention(const GqaAttentionArgs& args) = 0;
-  // Moves rows of every layer of one sequence: position to[i] gets what from[i] held. from, to [n] i32, ascending,
-  // to[i] <= from[i]; block_table [blocks] i32.
-  virtual void kv_compact(KvCache& cache, const Tensor& block_table, const Tensor& from, const Tensor& to) = 0;
+  // Moves rows of every layer of one sequence: position to[i] gets what from[i] held. from, to [n]
+  // i32, ascending, to[i] <= from[i]; block_table [blocks] i32.
+  virtual void kv_compact(KvCache& cache, const Tensor& block_table, const Tensor& from,
+                          const Tensor& to) = 0;
 
   // Experts.
   virtual void moe_route(const MoeRouteArgs& args) = 0;
@@ -267,16 +281,18 @@ class Backend {
   virtual void tree_accept(const TreeAcceptArgs& args) = 0;
 };
 
-// "cpu". `num_threads` 0: one a core. Throws std::invalid_argument for a device this build does not know.
+// "cpu". `num_threads` 0: one a core. Throws std::invalid_argument for a device this build does not
+// know.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
 
-// What this processor reaches with `num_threads` threads (0: one a core), measured in about a second.
+// What this processor reaches with `num_threads` threads (0: one a core), measured in about a
+// second.
 struct CpuCeilings {
   std::string isa;
   int num_threads = 0;
-  double fma_gflops = 0;   // f32 multiply-adds from registers, two operations each
-  double read_gb_s = 0;    // reading 512 MiB of memory
-  double cache_gb_s = 0;   // reading `cache_bytes` again and again
+  double fma_gflops = 0;  // f32 multiply-adds from registers, two operations each
+  double read_gb_s = 0;   // reading 512 MiB of memory
+  double cache_gb_s = 0;  // reading `cache_bytes` again and again
   int64_t cache_bytes = 0;
 };
 CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes);

@@ -21,7 +21,8 @@ constexpr DType dtype_of() {
   if constexpr (std::is_same_v<T, uint16_t>) return DType::kBFloat16;
 }
 
-// A view of the array's own memory; `name` is for the message when the number of dimensions is another.
+// A view of the array's own memory; `name` is for the message when the number of dimensions is
+// another.
 template <typename T>
 Tensor as_tensor(const char* name, const Array<T>& array, int ndim) {
   KDT_CHECK_ARGUMENT(array.ndim() == ndim, name, " has ", array.ndim(), " dimensions, want ", ndim);

@@ -91,10 +91,11 @@ py::dict measure(int num_threads, int64_t cache_bytes) {
   return d;
 }
 
-std::unique_ptr<Engine> make_engine(const std::string& model, const std::optional<std::string>& drafter,
-                                    const std::string& device, int num_threads, int64_t max_model_len,
-                                    int64_t max_num_seqs, int64_t prefill_chunk_size, double latent_rms_norm_eps,
-                                    const std::optional<std::function<void(int64_t, int64_t)>>& progress) {
+std::unique_ptr<Engine> make_engine(
+    const std::string& model, const std::optional<std::string>& drafter, const std::string& device,
+    int num_threads, int64_t max_model_len, int64_t max_num_seqs, int64_t prefill_chunk_size,
+    double latent_rms_norm_eps,
+    const std::optional<std::function<void(int64_t, int64_t)>>& progress) {
   EngineOptions options;
   options.model = model;
   options.drafter = drafter.value_or("");
@@ -184,10 +185,12 @@ py::array_t<bool> visibility(const std::vector<int32_t>& parents) {
 
 void register_engine(py::module_& module) {
   py::class_<RequestOptions>(module, "RequestOptions")
-      .def(py::init([](int64_t max_tokens, std::vector<int64_t> stop_token_ids, bool ignore_eos, std::string method,
-                       int64_t tree_budget, int64_t tree_topk, double draft_temperature) {
-             return RequestOptions{max_tokens, std::move(stop_token_ids), ignore_eos,       std::move(method),
-                                   tree_budget, tree_topk,                draft_temperature};
+      .def(py::init([](int64_t max_tokens, std::vector<int64_t> stop_token_ids, bool ignore_eos,
+                       std::string method, int64_t tree_budget, int64_t tree_topk,
+                       double draft_temperature) {
+             return RequestOptions{
+                 max_tokens, std::move(stop_token_ids), ignore_eos, std::move(method), tree_budget,
+                 tree_topk,  draft_temperature};
            }),
            py::arg("max_tokens") = 16, py::arg("stop_token_ids") = std::vector<int64_t>(),
            py::arg("ignore_eos") = false, py::arg("method") = "", py::arg("tree_budget") = 0,
@@ -207,8 +210,10 @@ void register_engine(py::module_& module) {
       .def_property_readonly("first_child", tree_array<&DraftTree::first_child>())
       .def_property_readonly("next_sibling", tree_array<&DraftTree::next_sibling>())
       .def_property_readonly("logw", tree_array<&DraftTree::logw>())
-      .def_property_readonly("visibility", [](const VerifiedTree& t) { return visibility(t.tree.parents); })
-      .def_property_readonly("accepted", [](const VerifiedTree& t) { return to_array(t.accepted); });
+      .def_property_readonly("visibility",
+                             [](const VerifiedTree& t) { return visibility(t.tree.parents); })
+      .def_property_readonly("accepted",
+                             [](const VerifiedTree& t) { return to_array(t.accepted); });
 
   py::class_<StepOutput>(module, "StepOutput")
       .def_readonly("request_id", &StepOutput::request_id)
@@ -232,11 +237,13 @@ void register_engine(py::module_& module) {
     return to_array(values, {static_cast<py::ssize_t>(values.size()) / vocab, vocab});
   };
   py::class_<Engine>(module, "Engine")
-      .def(py::init(&make_engine), py::arg("model"), py::arg("drafter") = py::none(), py::arg("device") = "cpu",
-           py::kw_only(), py::arg("num_threads") = 0, py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
+      .def(py::init(&make_engine), py::arg("model"), py::arg("drafter") = py::none(),
+           py::arg("device") = "cpu", py::kw_only(), py::arg("num_threads") = 0,
+           py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
            py::arg("prefill_chunk_size") = 256, py::arg("latent_rms_norm_eps") = 0.0,
            py::arg("progress") = py::none())
-      .def("add_request", &Engine::add_request, py::arg("prompt_token_ids"), py::arg("options"), release)
+      .def("add_request", &Engine::add_request, py::arg("prompt_token_ids"), py::arg("options"),
+           release)
       .def("step", &Engine::step, release)
       .def("generate", &Engine::generate, py::arg("prompt_token_ids"), py::arg("options"), release)
       .def("has_unfinished", &Engine::has_unfinished)
@@ -254,8 +261,8 @@ void register_engine(py::module_& module) {
           py::arg("token_ids"))
       .def(
           "tree_logits",
-          [rows_of](Engine& engine, const std::vector<int64_t>& prefix, const std::vector<int64_t>& tokens,
-                    const std::vector<int64_t>& parents) {
+          [rows_of](Engine& engine, const std::vector<int64_t>& prefix,
+                    const std::vector<int64_t>& tokens, const std::vector<int64_t>& parents) {
             std::vector<float> values;
             {
               const py::gil_scoped_release no_gil;
@@ -268,7 +275,8 @@ void register_engine(py::module_& module) {
       .def("config", &config);
 
   module.def("inspect_checkpoint", &inspect, py::arg("folder"));
-  module.def("measure_cpu", &measure, py::arg("num_threads") = 0, py::arg("cache_bytes") = int64_t{16} << 20);
+  module.def("measure_cpu", &measure, py::arg("num_threads") = 0,
+             py::arg("cache_bytes") = int64_t{16} << 20);
 }
 
 }  // namespace kdt

@@ -7,7 +7,18 @@
 
 namespace kdt {
 
-enum class DType : uint8_t { kBool, kUInt8, kInt8, kInt32, kInt64, kUInt64, kFloat16, kBFloat16, kFloat32, kFloat64 };
+enum class DType : uint8_t {
+  kBool,
+  kUInt8,
+  kInt8,
+  kInt32,
+  kInt64,
+  kUInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64
+};
 inline constexpr int kNumDTypes = 10;
 
 constexpr size_t dtype_bytes(DType dtype) {
@@ -32,16 +43,26 @@ constexpr size_t dtype_bytes(DType dtype) {
 
 constexpr const char* dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kBool: return "bool";
-    case DType::kUInt8: return "u8";
-    case DType::kInt8: return "i8";
-    case DType::kInt32: return "i32";
-    case DType::kInt64: return "i64";
-    case DType::kUInt64: return "u64";
-    case DType::kFloat16: return "f16";
-    case DType::kBFloat16: return "bf16";
-    case DType::kFloat32: return "f32";
-    case DType::kFloat64: return "f64";
+    case DType::kBool:
+      return "bool";
+    case DType::kUInt8:
+      return "u8";
+    case DType::kInt8:
+      return "i8";
+    case DType::kInt32:
+      return "i32";
+    case DType::kInt64:
+      return "i64";
+    case DType::kUInt64:
+      return "u64";
+    case DType::kFloat16:
+      return "f16";
+    case DType::kBFloat16:
+      return "bf16";
+    case DType::kFloat32:
+      return "f32";
+    case DType::kFloat64:
+      return "f64";
   }
   return "?";
 }

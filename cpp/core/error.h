@@ -23,13 +23,13 @@ std::string join(const Parts&... parts) {
 }  // namespace kdt
 
 // Both name the values in their message; used in release builds too.
-#define KDT_CHECK(condition, ...)                             \
-  do {                                                        \
+#define KDT_CHECK(condition, ...)                                   \
+  do {                                                              \
     if (!(condition)) throw ::kdt::Error(::kdt::join(__VA_ARGS__)); \
   } while (false)
 
 // For what a caller of the public interface passed: ValueError in Python.
-#define KDT_CHECK_ARGUMENT(condition, ...)                                \
-  do {                                                                    \
+#define KDT_CHECK_ARGUMENT(condition, ...)                                   \
+  do {                                                                       \
     if (!(condition)) throw std::invalid_argument(::kdt::join(__VA_ARGS__)); \
   } while (false)

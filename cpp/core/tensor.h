@@ -16,8 +16,10 @@ class Tensor {
   static constexpr int kMaxDims = 4;
 
   Tensor() = default;
-  Tensor(void* data, DType dtype, std::initializer_list<int64_t> shape) : data_(data), dtype_(dtype) {
-    KDT_CHECK(shape.size() <= kMaxDims, "tensor: ", shape.size(), " dimensions, at most ", kMaxDims);
+  Tensor(void* data, DType dtype, std::initializer_list<int64_t> shape)
+      : data_(data), dtype_(dtype) {
+    KDT_CHECK(shape.size() <= kMaxDims, "tensor: ", shape.size(), " dimensions, at most ",
+              kMaxDims);
     for (int64_t size : shape) shape_[ndim_++] = size;
   }
 

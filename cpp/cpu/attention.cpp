@@ -1,8 +1,9 @@
 // Attention over the block cache, and the ops that fill and move its rows.
 //
-// Keys lie transposed in panels of 32 positions and values as rows, so both products of attention are
-// gemm_f32: scores = query x keys, out = probabilities x values. Each output's chain runs in position order over the
-// slot's own path, so a tree node gets the bits a plain step would (docs/adr/0005).
+// Keys lie transposed in panels of 32 positions and values as rows, so both products of attention
+// are gemm_f32: scores = query x keys, out = probabilities x values. Each output's chain runs in
+// position order over the slot's own path, so a tree node gets the bits a plain step would
+// (docs/adr/0005).
 #include <algorithm>
 #include <cstring>
 
@@ -53,7 +54,8 @@ Sequence sequence_at(const char* op, const SequenceRows& rows, int64_t s, const 
   sequence.block_size = cache.block_size;
   KDT_CHECK(sequence.row_begin >= 0 && sequence.num_rows >= 0 && sequence.prefix_len >= 0 &&
                 sequence.row_begin + sequence.num_rows <= total_rows,
-            op, ": sequence ", s, " has rows [", sequence.row_begin, ", +", sequence.num_rows, ") of ", total_rows);
+            op, ": sequence ", s, " has rows [", sequence.row_begin, ", +", sequence.num_rows,
+            ") of ", total_rows);
   const int64_t end = sequence.prefix_len + sequence.num_rows;
   KDT_CHECK(end <= sequence.num_blocks * cache.block_size, op, ": sequence ", s, " needs ", end,
             " cached rows, its block table holds ", sequence.num_blocks * cache.block_size);
@@ -65,16 +67,19 @@ Sequence sequence_at(const char* op, const SequenceRows& rows, int64_t s, const 
 }
 
 template <typename Body>
-void for_sequences(const char* op, const SequenceRows& rows, const KvCache& cache, int64_t total_rows,
-                   const Body& body) {
-  for (int64_t s = 0; s < rows.prefix_len.numel(); ++s) body(sequence_at(op, rows, s, cache, total_rows));
+void for_sequences(const char* op, const SequenceRows& rows, const KvCache& cache,
+                   int64_t total_rows, const Body& body) {
+  for (int64_t s = 0; s < rows.prefix_len.numel(); ++s)
+    body(sequence_at(op, rows, s, cache, total_rows));
 }
 
-// Writes keys and values of a sequence's rows to one group, from slot 0 on. keys: rows of `key_stride`; values likewise.
-void store_rows(const CpuKvCache& cache, const Sequence& sequence, int64_t layer, int64_t group, const float* keys,
-                int64_t key_stride, const float* values, int64_t value_stride) {
+// Writes keys and values of a sequence's rows to one group, from slot 0 on. keys: rows of
+// `key_stride`; values likewise.
+void store_rows(const CpuKvCache& cache, const Sequence& sequence, int64_t layer, int64_t group,
+                const float* keys, int64_t key_stride, const float* values, int64_t value_stride) {
   for (int64_t row = 0; row < sequence.num_rows;) {
-    // Positions that share a panel lie side by side, so the panel is written dimension by dimension.
+    // Positions that share a panel lie side by side, so the panel is written dimension by
+    // dimension.
     const int64_t position = sequence.prefix_len + row;
     const int64_t within = position % cache.block_size;
     const int64_t count = std::min(sequence.num_rows - row, kPanel - position % kPanel);
@@ -85,7 +90,8 @@ void store_rows(const CpuKvCache& cache, const Sequence& sequence, int64_t layer
     }
     float* to = cache.values(layer, sequence.block(position), group) + within * cache.value_stride;
     for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(to + i * cache.value_stride, values + (row + i) * value_stride, cache.value_dim * sizeof(float));
+      std::memcpy(to + i * cache.value_stride, values + (row + i) * value_stride,
+                  cache.value_dim * sizeof(float));
     }
     row += count;
   }
@@ -97,12 +103,12 @@ struct VisibleSlots {
   int64_t count;
 };
 
-// Attention of `num_queries` queries over one group. Queries [i * per_row, (i + 1) * per_row) belong to row i, which sees
-// the cached positions [begin(i), prefix_len) and visible(i)'s slots.
+// Attention of `num_queries` queries over one group. Queries [i * per_row, (i + 1) * per_row)
+// belong to row i, which sees the cached positions [begin(i), prefix_len) and visible(i)'s slots.
 template <typename Begin, typename Visible>
-void attend(const Kernels& kernels, const CpuKvCache& cache, const Sequence& sequence, int64_t layer, int64_t group,
-            const float* query, int64_t num_queries, int64_t per_row, const Begin& begin, const Visible& visible,
-            std::vector<float>& scratch, float* out) {
+void attend(const Kernels& kernels, const CpuKvCache& cache, const Sequence& sequence,
+            int64_t layer, int64_t group, const float* query, int64_t num_queries, int64_t per_row,
+            const Begin& begin, const Visible& visible, std::vector<float>& scratch, float* out) {
   const int64_t prefix_len = sequence.prefix_len;
   const int64_t block_size = cache.block_size;
   const int64_t num_rows = num_queries / per_row;
@@ -119,14 +125,16 @@ void attend(const Kernels& kernels, const CpuKvCache& cache, const Sequence& seq
 
   for (int64_t position = 0; position < num_keys; position += block_size) {
     kernels.gemm_f32(query, cache.key_dim, static_cast<int>(num_queries),
-                     cache.keys(layer, sequence.block(position), group), cache.key_dim * kPanel, kPanel,
-                     cache.key_dim, scores + position, stride, std::min(block_size, num_keys - position), false);
+                     cache.keys(layer, sequence.block(position), group), cache.key_dim * kPanel,
+                     kPanel, cache.key_dim, scores + position, stride,
+                     std::min(block_size, num_keys - position), false);
   }
   for (int64_t q = 0; q < num_queries; ++q) {
     const int64_t row = q / per_row;
     const VisibleSlots v = visible(row);
     float* s = scores + q * stride;
-    // Closing the gaps between the path's slots gives the scores in position order. A path is ascending, so slot >= index.
+    // Closing the gaps between the path's slots gives the scores in position order. A path is
+    // ascending, so slot >= index.
     for (int64_t i = 0; i < v.count; ++i) s[prefix_len + i] = s[prefix_len + v.slots[i]];
     const int64_t first = begin(row);
     sums[q] = kernels.softmax(s + first, prefix_len + v.count - first);
@@ -134,12 +142,13 @@ void attend(const Kernels& kernels, const CpuKvCache& cache, const Sequence& seq
   }
 
   std::memset(out, 0, num_queries * cache.value_dim * sizeof(float));
-  const auto accumulate = [&](int64_t first_query, int64_t queries, int64_t score, int64_t position, int64_t count) {
+  const auto accumulate = [&](int64_t first_query, int64_t queries, int64_t score, int64_t position,
+                              int64_t count) {
     const float* values = cache.values(layer, sequence.block(position), group) +
                           position % block_size * cache.value_stride;
-    kernels.gemm_f32(scores + first_query * stride + score, stride, static_cast<int>(queries), values, kPanel,
-                     cache.value_stride, count, out + first_query * cache.value_dim, cache.value_dim,
-                     cache.value_dim, true);
+    kernels.gemm_f32(scores + first_query * stride + score, stride, static_cast<int>(queries),
+                     values, kPanel, cache.value_stride, count, out + first_query * cache.value_dim,
+                     cache.value_dim, cache.value_dim, true);
   };
   for (int64_t position = 0; position < prefix_len; position += block_size) {
     accumulate(0, num_queries, position, position, std::min(block_size, prefix_len - position));
@@ -177,12 +186,13 @@ void CpuBackend::mla_query(const MlaQueryArgs& args) {
   const int64_t rows = args.q.dim(0), heads = args.q.dim(1), head_dim = args.q.dim(2);
   const int64_t nope = w_uk.in_features, rope_dim = head_dim - nope;
   const int64_t width = args.out.dim(2), rank = width - rope_dim;
-  KDT_CHECK(static_cast<int64_t>(w_uk.matrices.size()) == heads, "mla_query: W_UK has ", w_uk.matrices.size(),
-            " matrices for ", heads, " heads");
+  KDT_CHECK(static_cast<int64_t>(w_uk.matrices.size()) == heads, "mla_query: W_UK has ",
+            w_uk.matrices.size(), " matrices for ", heads, " heads");
   const auto body = [&](int64_t head, int) {
     const float* q = args.q.data<float>() + head * head_dim;
     float* out = args.out.data<float>() + head * width;
-    multiply(q, heads * head_dim, rows, w_uk.matrices[head], 0, ceil_div(rank, kPanel), out, heads * width);
+    multiply(q, heads * head_dim, rows, w_uk.matrices[head], 0, ceil_div(rank, kPanel), out,
+             heads * width);
     for (int64_t t = 0; t < rows; ++t) {
       float* row = out + t * heads * width;
       std::memcpy(row + rank, q + t * heads * head_dim + nope, rope_dim * sizeof(float));
@@ -202,8 +212,8 @@ void CpuBackend::mla_store(const MlaStoreArgs& args) {
   check_positions("mla_store", args.positions, args.rope);
   const auto& cache = static_cast<const CpuKvCache&>(*args.cache);
   const int64_t rank = args.norm_weight.numel(), rope_dim = args.rope.cos_sin.dim(1);
-  KDT_CHECK(cache.value_dim == rank && cache.key_dim == rank + rope_dim, "mla_store: a cache of ", cache.key_dim,
-            " + ", cache.value_dim, " for a latent of ", rank, " + ", rope_dim);
+  KDT_CHECK(cache.value_dim == rank && cache.key_dim == rank + rope_dim, "mla_store: a cache of ",
+            cache.key_dim, " + ", cache.value_dim, " for a latent of ", rank, " + ", rope_dim);
   const int64_t width = rank + rope_dim;
   shared_.floats.resize(std::max<size_t>(shared_.floats.size(), args.kv.dim(0) * width));
   for_sequences("mla_store", args.rows, cache, args.kv.dim(0), [&](const Sequence& sequence) {
@@ -224,58 +234,64 @@ void CpuBackend::mla_attention(const MlaAttentionArgs& args) {
   check_mla_attention(args);
   const auto& cache = static_cast<const CpuKvCache&>(*args.cache);
   const int64_t heads = args.query.dim(1);
-  KDT_CHECK(args.query.dim(2) == cache.key_dim && args.out.dim(2) == cache.value_dim, "mla_attention: query ",
-            args.query.to_string(), " and out ", args.out.to_string(), " for a cache of ", cache.key_dim, " + ",
-            cache.value_dim);
-  for_sequences("mla_attention", args.rows, cache, args.query.dim(0), [&](const Sequence& sequence) {
-    // Every slot's path, root first, one after another: path i is path_slots[path_begin[i], path_begin[i + 1]).
-    std::vector<int32_t>& path_begin = shared_.ints;
-    std::vector<int32_t>& path_slots = shared_.more_ints;
-    const int32_t* parents = args.rows.parents.data<int32_t>() + sequence.row_begin;
-    path_begin.assign(1, 0);
-    path_slots.clear();
-    for (int32_t slot = 0; slot < sequence.num_rows; ++slot) {
-      const int32_t parent = parents[slot];
-      KDT_CHECK(parent >= -1 && parent < slot, "mla_attention: parent ", parent, " of slot ", slot);
-      if (parent >= 0) {
-        const int32_t begin = path_begin[parent], end = path_begin[parent + 1];
-        for (int32_t i = begin; i < end; ++i) path_slots.push_back(path_slots[i]);
-      }
-      path_slots.push_back(slot);
-      path_begin.push_back(static_cast<int32_t>(path_slots.size()));
-    }
-    // A task is a few whole rows, or a few heads of one row.
-    const int64_t heads_per_task = std::min(heads, std::max<int64_t>(1, sequence.num_rows >= num_threads()
-                                                                            ? kQueriesPerTask
-                                                                            : ceil_div(heads, num_threads())));
-    const int64_t rows_per_task =
-        heads_per_task < heads ? 1
-                               : std::max<int64_t>(1, std::min(kQueriesPerTask / heads,
-                                                               ceil_div(sequence.num_rows, num_threads())));
-    const int64_t head_tasks = ceil_div(heads, heads_per_task);
-    const int64_t row_tasks = ceil_div(sequence.num_rows, rows_per_task);
-    const auto body = [&](int64_t task, int thread) {
-      const int64_t slot = task / head_tasks * rows_per_task;
-      const int64_t head = task % head_tasks * heads_per_task;
-      const int64_t per_row = std::min(heads_per_task, heads - head);
-      const int64_t rows = std::min(rows_per_task, sequence.num_rows - slot);
-      const int64_t first = (sequence.row_begin + slot) * heads + head;
-      attend(
-          kernels_, cache, sequence, args.layer, 0, args.query.data<float>() + first * cache.key_dim,
-          rows * per_row, per_row, [](int64_t) { return int64_t{0}; },
-          [&](int64_t row) {
-            const int64_t begin = path_begin[slot + row];
-            return VisibleSlots{path_slots.data() + begin, path_begin[slot + row + 1] - begin};
-          },
-          scratch_[thread].floats, args.out.data<float>() + first * cache.value_dim);
-    };
-    const int64_t keys = sequence.prefix_len + sequence.num_rows;
-    if (worth_sharing(sequence.num_rows * heads * keys * (cache.key_dim + cache.value_dim))) {
-      pool_.run(row_tasks * head_tasks, body);
-    } else {
-      for (int64_t task = 0; task < row_tasks * head_tasks; ++task) body(task, 0);
-    }
-  });
+  KDT_CHECK(args.query.dim(2) == cache.key_dim && args.out.dim(2) == cache.value_dim,
+            "mla_attention: query ", args.query.to_string(), " and out ", args.out.to_string(),
+            " for a cache of ", cache.key_dim, " + ", cache.value_dim);
+  for_sequences(
+      "mla_attention", args.rows, cache, args.query.dim(0), [&](const Sequence& sequence) {
+        // Every slot's path, root first, one after another: path i is path_slots[path_begin[i],
+        // path_begin[i + 1]).
+        std::vector<int32_t>& path_begin = shared_.ints;
+        std::vector<int32_t>& path_slots = shared_.more_ints;
+        const int32_t* parents = args.rows.parents.data<int32_t>() + sequence.row_begin;
+        path_begin.assign(1, 0);
+        path_slots.clear();
+        for (int32_t slot = 0; slot < sequence.num_rows; ++slot) {
+          const int32_t parent = parents[slot];
+          KDT_CHECK(parent >= -1 && parent < slot, "mla_attention: parent ", parent, " of slot ",
+                    slot);
+          if (parent >= 0) {
+            const int32_t begin = path_begin[parent], end = path_begin[parent + 1];
+            for (int32_t i = begin; i < end; ++i) path_slots.push_back(path_slots[i]);
+          }
+          path_slots.push_back(slot);
+          path_begin.push_back(static_cast<int32_t>(path_slots.size()));
+        }
+        // A task is a few whole rows, or a few heads of one row.
+        const int64_t heads_per_task =
+            std::min(heads, std::max<int64_t>(1, sequence.num_rows >= num_threads()
+                                                     ? kQueriesPerTask
+                                                     : ceil_div(heads, num_threads())));
+        const int64_t rows_per_task =
+            heads_per_task < heads
+                ? 1
+                : std::max<int64_t>(1, std::min(kQueriesPerTask / heads,
+                                                ceil_div(sequence.num_rows, num_threads())));
+        const int64_t head_tasks = ceil_div(heads, heads_per_task);
+        const int64_t row_tasks = ceil_div(sequence.num_rows, rows_per_task);
+        const auto body = [&](int64_t task, int thread) {
+          const int64_t slot = task / head_tasks * rows_per_task;
+          const int64_t head = task % head_tasks * heads_per_task;
+          const int64_t per_row = std::min(heads_per_task, heads - head);
+          const int64_t rows = std::min(rows_per_task, sequence.num_rows - slot);
+          const int64_t first = (sequence.row_begin + slot) * heads + head;
+          attend(
+              kernels_, cache, sequence, args.layer, 0,
+              args.query.data<float>() + first * cache.key_dim, rows * per_row, per_row,
+              [](int64_t) { return int64_t{0}; },
+              [&](int64_t row) {
+                const int64_t begin = path_begin[slot + row];
+                return VisibleSlots{path_slots.data() + begin, path_begin[slot + row + 1] - begin};
+              },
+              scratch_[thread].floats, args.out.data<float>() + first * cache.value_dim);
+        };
+        const int64_t keys = sequence.prefix_len + sequence.num_rows;
+        if (worth_sharing(sequence.num_rows * heads * keys * (cache.key_dim + cache.value_dim))) {
+          pool_.run(row_tasks * head_tasks, body);
+        } else {
+          for (int64_t task = 0; task < row_tasks * head_tasks; ++task) body(task, 0);
+        }
+      });
 }
 
 void CpuBackend::gqa_store(const GqaStoreArgs& args) {
@@ -283,8 +299,9 @@ void CpuBackend::gqa_store(const GqaStoreArgs& args) {
   check_positions("gqa_store", args.positions, args.rope);
   const auto& cache = static_cast<const CpuKvCache&>(*args.cache);
   const int64_t dim = args.k_norm.numel(), kv_heads = cache.num_groups;
-  KDT_CHECK(cache.key_dim == dim && args.column + 2 * kv_heads * dim <= args.kv.dim(1), "gqa_store: kv ",
-            args.kv.to_string(), " from column ", args.column, " for ", kv_heads, " heads of ", cache.key_dim);
+  KDT_CHECK(cache.key_dim == dim && args.column + 2 * kv_heads * dim <= args.kv.dim(1),
+            "gqa_store: kv ", args.kv.to_string(), " from column ", args.column, " for ", kv_heads,
+            " heads of ", cache.key_dim);
   const int64_t width = kv_heads * dim;
   shared_.floats.resize(std::max<size_t>(shared_.floats.size(), args.kv.dim(0) * width));
   for_sequences("gqa_store", args.rows, cache, args.kv.dim(0), [&](const Sequence& sequence) {
@@ -293,12 +310,14 @@ void CpuBackend::gqa_store(const GqaStoreArgs& args) {
     for_rows(sequence.num_rows, width * 8, [&](int64_t i) {
       for (int64_t head = 0; head < kv_heads; ++head) {
         float* key = keys + i * width + head * dim;
-        kernels_.rms_norm(kv + i * args.kv.dim(1) + head * dim, args.k_norm.data<float>(), dim, args.eps, key);
+        kernels_.rms_norm(kv + i * args.kv.dim(1) + head * dim, args.k_norm.data<float>(), dim,
+                          args.eps, key);
         rotate(key, dim, args.rope, args.positions.data<int32_t>()[sequence.row_begin + i]);
       }
     });
     for (int64_t head = 0; head < kv_heads; ++head) {
-      store_rows(cache, sequence, args.layer, head, keys + head * dim, width, kv + width + head * dim, args.kv.dim(1));
+      store_rows(cache, sequence, args.layer, head, keys + head * dim, width,
+                 kv + width + head * dim, args.kv.dim(1));
     }
   });
 }
@@ -308,8 +327,8 @@ void CpuBackend::gqa_attention(const GqaAttentionArgs& args) {
   check_positions("gqa_attention", args.positions, args.rope);
   const auto& cache = static_cast<const CpuKvCache&>(*args.cache);
   const int64_t heads = args.q.dim(1), dim = args.q.dim(2), kv_heads = cache.num_groups;
-  KDT_CHECK(cache.key_dim == dim && heads % kv_heads == 0, "gqa_attention: q ", args.q.to_string(), " for ",
-            kv_heads, " key-value heads of ", cache.key_dim);
+  KDT_CHECK(cache.key_dim == dim && heads % kv_heads == 0, "gqa_attention: q ", args.q.to_string(),
+            " for ", kv_heads, " key-value heads of ", cache.key_dim);
   const int64_t per_row = heads / kv_heads;
   for_sequences("gqa_attention", args.rows, cache, args.q.dim(0), [&](const Sequence& sequence) {
     const int64_t rows = sequence.num_rows;
@@ -349,29 +368,34 @@ void CpuBackend::gqa_attention(const GqaAttentionArgs& args) {
           scratch_[thread].floats, out);
       for (int64_t i = 0; i < count * per_row; ++i) {
         const int64_t row = sequence.row_begin + first + i / per_row;
-        std::memcpy(args.out.data<float>() + (row * heads + group * per_row + i % per_row) * dim, out + i * dim,
-                    dim * sizeof(float));
+        std::memcpy(args.out.data<float>() + (row * heads + group * per_row + i % per_row) * dim,
+                    out + i * dim, dim * sizeof(float));
       }
     };
     pool_.run(row_tasks * kv_heads, body);
   });
 }
 
-void CpuBackend::kv_compact(KvCache& kv_cache, const Tensor& block_table, const Tensor& from, const Tensor& to) {
+void CpuBackend::kv_compact(KvCache& kv_cache, const Tensor& block_table, const Tensor& from,
+                            const Tensor& to) {
   const auto& cache = static_cast<const CpuKvCache&>(kv_cache);
-  KDT_CHECK(from.dtype() == DType::kInt32 && to.dtype() == DType::kInt32 && from.numel() == to.numel() &&
-                block_table.dtype() == DType::kInt32,
+  KDT_CHECK(from.dtype() == DType::kInt32 && to.dtype() == DType::kInt32 &&
+                from.numel() == to.numel() && block_table.dtype() == DType::kInt32,
             "kv_compact: from ", from.to_string(), ", to ", to.to_string());
   const int64_t capacity = block_table.numel() * cache.block_size;
   for (int64_t i = 0; i < from.numel(); ++i) {
     const int64_t source = from.data<int32_t>()[i], target = to.data<int32_t>()[i];
     // Ascending and never forward: a row is read before anything is written over it.
     KDT_CHECK(target >= 0 && target <= source && source < capacity &&
-                  (i == 0 || (source > from.data<int32_t>()[i - 1] && target > to.data<int32_t>()[i - 1])),
+                  (i == 0 ||
+                   (source > from.data<int32_t>()[i - 1] && target > to.data<int32_t>()[i - 1])),
               "kv_compact: row ", source, " to ", target, " in a cache of ", capacity);
     if (source == target) continue;
     const int64_t source_block = block_table.data<int32_t>()[source / cache.block_size];
     const int64_t target_block = block_table.data<int32_t>()[target / cache.block_size];
+    for (int64_t block : {source_block, target_block}) {
+      KDT_CHECK(block >= 0 && block < cache.num_blocks, "kv_compact: block ", block, " of ", cache.num_blocks);
+    }
     const int64_t source_row = source % cache.block_size, target_row = target % cache.block_size;
     for (int64_t layer = 0; layer < cache.num_layers; ++layer) {
       for (int64_t group = 0; group < cache.num_groups; ++group) {

@@ -25,7 +25,8 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
     const float scale = 1.0f / args.temperature;
     const float lse = kernels_.log_sum_exp(logits, vocab, scale, maxima.data());
 
-    // k blocks hold an element not below the k-th greatest block maximum, so nothing below it is chosen.
+    // k blocks hold an element not below the k-th greatest block maximum, so nothing below it is
+    // chosen.
     float threshold = kMinusInfinity;
     if (k <= blocks) {
       float* sorted = maxima.data() + blocks;
@@ -38,17 +39,22 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
       if (maxima[block] < threshold) continue;
       for (int64_t i = block * kPanel; i < std::min((block + 1) * kPanel, vocab); ++i) {
         // With the lowest threshold NaN must come too, so that k elements are there.
-        if (logits[i] >= threshold || threshold == kMinusInfinity) candidates.push_back(static_cast<int32_t>(i));
+        if (logits[i] >= threshold || threshold == kMinusInfinity)
+          candidates.push_back(static_cast<int32_t>(i));
       }
     }
-    const auto value = [&](int32_t id) { return std::isnan(logits[id]) ? kMinusInfinity : logits[id]; };
-    std::partial_sort(candidates.begin(), candidates.begin() + k, candidates.end(), [&](int32_t a, int32_t b) {
-      return value(a) > value(b) || (value(a) == value(b) && a < b);
-    });
+    const auto value = [&](int32_t id) {
+      return std::isnan(logits[id]) ? kMinusInfinity : logits[id];
+    };
+    std::partial_sort(candidates.begin(), candidates.begin() + k, candidates.end(),
+                      [&](int32_t a, int32_t b) {
+                        return value(a) > value(b) || (value(a) == value(b) && a < b);
+                      });
     for (int64_t i = 0; i < k; ++i) {
       const float logit = value(candidates[i]);
       args.ids.data<int32_t>()[row * k + i] = candidates[i];
-      args.logprobs.data<float>()[row * k + i] = logit == kMinusInfinity ? kMinusInfinity : logit * scale - lse;
+      args.logprobs.data<float>()[row * k + i] =
+          logit == kMinusInfinity ? kMinusInfinity : logit * scale - lse;
     }
   };
   if (worth_sharing(args.logits.numel() * 8)) {
@@ -62,7 +68,8 @@ void CpuBackend::argmax(const Tensor& logits, const Tensor& ids) {
   check_argmax(logits, ids);
   const int64_t vocab = logits.dim(1);
   for_rows(logits.dim(0), vocab, [&](int64_t row) {
-    ids.data<int32_t>()[row] = static_cast<int32_t>(kernels_.argmax(logits.data<float>() + row * vocab, vocab));
+    ids.data<int32_t>()[row] =
+        static_cast<int32_t>(kernels_.argmax(logits.data<float>() + row * vocab, vocab));
   });
 }
 

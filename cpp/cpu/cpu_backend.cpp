@@ -77,13 +77,15 @@ std::unique_ptr<KvCache> make_cache(int64_t num_layers, int64_t num_blocks, int6
 
 }  // namespace
 
-std::unique_ptr<KvCache> CpuBackend::make_mla_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                                    int64_t kv_lora_rank, int64_t rope_dim) {
+std::unique_ptr<KvCache> CpuBackend::make_mla_cache(int64_t num_layers, int64_t num_blocks,
+                                                    int64_t block_size, int64_t kv_lora_rank,
+                                                    int64_t rope_dim) {
   return make_cache(num_layers, num_blocks, block_size, 1, kv_lora_rank + rope_dim, kv_lora_rank);
 }
 
-std::unique_ptr<KvCache> CpuBackend::make_gqa_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                                    int64_t kv_heads, int64_t head_dim) {
+std::unique_ptr<KvCache> CpuBackend::make_gqa_cache(int64_t num_layers, int64_t num_blocks,
+                                                    int64_t block_size, int64_t kv_heads,
+                                                    int64_t head_dim) {
   return make_cache(num_layers, num_blocks, block_size, kv_heads, head_dim, head_dim);
 }
 

@@ -1,4 +1,5 @@
-// The CPU back end. Its weights stay packed (bf16, int4) and are widened in registers; activations are f32.
+// The CPU back end. Its weights stay packed (bf16, int4) and are widened in registers; activations
+// are f32.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@ namespace kdt::cpu {
 // Zeroed memory of its own pages, which the system provides as they are touched.
 std::shared_ptr<void> map_zeroed(int64_t bytes);
 
-// Hands out zeroed pieces, aligned to cache lines, of large mappings: thousands of small weights then share
-// large pages and few mappings. A mapping is released with its last piece.
+// Hands out zeroed pieces, aligned to cache lines, of large mappings: thousands of small weights
+// then share large pages and few mappings. A mapping is released with its last piece.
 class Arena {
  public:
   std::shared_ptr<void> allocate(int64_t bytes);
@@ -57,8 +58,9 @@ struct CpuExperts final : ExpertsWeight {
   std::vector<Expert> experts;
 };
 
-// Keys are kept twice as the attention reads them: transposed in panels of 32 positions for the scores, and as rows of
-// values. MLA: one group, whose value is the start of its key. GQA: a group a key-value head.
+// Keys are kept twice as the attention reads them: transposed in panels of 32 positions for the
+// scores, and as rows of values. MLA: one group, whose value is the start of its key. GQA: a group
+// a key-value head.
 struct CpuKvCache final : KvCache {
   int64_t num_groups = 0, key_dim = 0, value_dim = 0;
   int64_t value_stride = 0;  // value_dim rounded up to whole panels
@@ -66,7 +68,8 @@ struct CpuKvCache final : KvCache {
   std::shared_ptr<void> memory;
 
   float* keys(int64_t layer, int64_t block, int64_t group) const {
-    return typed<float>(memory) + layer * layer_floats + block * block_floats + group * group_floats;
+    return typed<float>(memory) + layer * layer_floats + block * block_floats +
+           group * group_floats;
   }
   float* values(int64_t layer, int64_t block, int64_t group) const {
     return keys(layer, block, group) + block_size * key_dim;
@@ -91,10 +94,12 @@ class CpuBackend final : public Backend {
   void synchronize() override {}
   std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) override;
   std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) override;
-  std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                          int64_t kv_lora_rank, int64_t rope_dim) override;
-  std::unique_ptr<KvCache> make_gqa_cache(int64_t num_layers, int64_t num_blocks, int64_t block_size,
-                                          int64_t kv_heads, int64_t head_dim) override;
+  std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
+                                          int64_t block_size, int64_t kv_lora_rank,
+                                          int64_t rope_dim) override;
+  std::unique_ptr<KvCache> make_gqa_cache(int64_t num_layers, int64_t num_blocks,
+                                          int64_t block_size, int64_t kv_heads,
+                                          int64_t head_dim) override;
 
   void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) override;
   void rms_norm(const RmsNormArgs& args) override;
@@ -113,7 +118,8 @@ class CpuBackend final : public Backend {
   void mla_attention(const MlaAttentionArgs& args) override;
   void gqa_store(const GqaStoreArgs& args) override;
   void gqa_attention(const GqaAttentionArgs& args) override;
-  void kv_compact(KvCache& cache, const Tensor& block_table, const Tensor& from, const Tensor& to) override;
+  void kv_compact(KvCache& cache, const Tensor& block_table, const Tensor& from,
+                  const Tensor& to) override;
   void moe_route(const MoeRouteArgs& args) override;
   void moe_experts(const MoeExpertsArgs& args) override;
   void topk_logprobs(const TopkLogprobsArgs& args) override;
@@ -122,7 +128,8 @@ class CpuBackend final : public Backend {
   void tree_accept(const TreeAcceptArgs& args) override;
 
  private:
-  // Memory that grows to what an op needs and is kept: an op of a size seen before allocates nothing.
+  // Memory that grows to what an op needs and is kept: an op of a size seen before allocates
+  // nothing.
   struct Scratch {
     std::vector<float> floats;
     std::vector<float> more_floats;
@@ -130,11 +137,14 @@ class CpuBackend final : public Backend {
     std::vector<int32_t> more_ints;
   };
 
-  // The part [0, panels * 32) of one matrix's product: outputs from `panel` on, `count` panels of them.
-  void multiply(const float* x, int64_t ldx, int64_t rows, const PackedMatrix& matrix, int64_t panel,
-                int64_t count, float* out, int64_t ldo) const;
+  // The part [0, panels * 32) of one matrix's product: outputs from `panel` on, `count` panels of
+  // them.
+  void multiply(const float* x, int64_t ldx, int64_t rows, const PackedMatrix& matrix,
+                int64_t panel, int64_t count, float* out, int64_t ldo) const;
   // Tasks of at least this many multiply-adds pay for being handed to another thread.
-  bool worth_sharing(int64_t multiply_adds) const { return num_threads() > 1 && multiply_adds >= 49152; }
+  bool worth_sharing(int64_t multiply_adds) const {
+    return num_threads() > 1 && multiply_adds >= 49152;
+  }
   // Splits `rows` independent rows over the threads.
   template <typename Body>
   void for_rows(int64_t rows, int64_t work_per_row, const Body& body);

@@ -6,17 +6,19 @@
 
 namespace {
 
-using kdt::cpu::kGroup;
 using kdt::cpu::Kernels;
+using kdt::cpu::kGroup;
 using kdt::cpu::kPanel;
 
 constexpr int kMaxRows = 6;  // rows of a tile
 constexpr int kMaxUnits = 4;
-// From this many rows on a tile asks for what the next one reads: arithmetic leaves the time, and the processor's own
-// prefetch starts anew at each page. Fewer rows are bound by the transfer itself.
+// From this many rows on a tile asks for what the next one reads: arithmetic leaves the time, and
+// the processor's own prefetch starts anew at each page. Fewer rows are bound by the transfer
+// itself.
 constexpr int kPrefetchRows = 3;
 
-// Units of outputs worked on beside `rows` rows, so that accumulators, weights and one value fit the registers.
+// Units of outputs worked on beside `rows` rows, so that accumulators, weights and one value fit
+// the registers.
 constexpr int units_for(int rows, int vectors_per_unit) {
   const int units = (kRegisters - 1) / ((rows + 1) * vectors_per_unit);
   return units > kMaxUnits ? kMaxUnits : units < 1 ? 1 : units;
@@ -48,7 +50,8 @@ struct Bf16Weights {
   int64_t k;
 
   template <int R, int S>
-  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo, int64_t columns) const {
+  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo,
+            int64_t columns) const {
     const uint32_t* w[S];
     for (int s = 0; s < S; ++s) {
       const int64_t u = unit + s;
@@ -92,7 +95,8 @@ struct F32Weights {
   bool accumulate;
 
   template <int R, int S>
-  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo, int64_t columns) const {
+  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo,
+            int64_t columns) const {
     const float* p[S];
     Vec sum[R][S];
     for (int s = 0; s < S; ++s) {
@@ -111,7 +115,8 @@ struct F32Weights {
       }
     }
     for (int s = 0; s < S; ++s)
-      for (int r = 0; r < R; ++r) store_lanes(out + r * ldo, (unit + s) * kLanes, columns, sum[r][s]);
+      for (int r = 0; r < R; ++r)
+        store_lanes(out + r * ldo, (unit + s) * kLanes, columns, sum[r][s]);
   }
 };
 
@@ -122,7 +127,9 @@ struct Int4Weights {
   const uint32_t* scales;
   int64_t k;
 
-  static constexpr int ceil_panels(int units) { return (units + kUnitsPerPanel - 1) / kUnitsPerPanel; }
+  static constexpr int ceil_panels(int units) {
+    return (units + kUnitsPerPanel - 1) / kUnitsPerPanel;
+  }
 
   template <int kNibble, int R, int S>
   static void nibble(const NibbleTable& table, const Words (&words)[S], const float* x, int64_t ldx,
@@ -136,7 +143,8 @@ struct Int4Weights {
   }
 
   template <int R, int S>
-  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo, int64_t columns) const {
+  void tile(const float* x, int64_t ldx, int64_t unit, float* out, int64_t ldo,
+            int64_t columns) const {
     const NibbleTable table;
     const uint32_t* w[S];
     const uint32_t* scale[S];
@@ -177,13 +185,14 @@ struct Int4Weights {
       }
     }
     for (int s = 0; s < S; ++s)
-      for (int r = 0; r < R; ++r) store_lanes(out + r * ldo, (unit + s) * kLanes, columns, total[r][s]);
+      for (int r = 0; r < R; ++r)
+        store_lanes(out + r * ldo, (unit + s) * kLanes, columns, total[r][s]);
   }
 };
 
 template <typename Weights, int R, int S>
-void run_units(const Weights& weights, const float* x, int64_t ldx, float* out, int64_t ldo, int64_t columns,
-               int64_t unit, int64_t end) {
+void run_units(const Weights& weights, const float* x, int64_t ldx, float* out, int64_t ldo,
+               int64_t columns, int64_t unit, int64_t end) {
   for (; unit + S <= end; unit += S) weights.template tile<R, S>(x, ldx, unit, out, ldo, columns);
   if constexpr (S > 1) {
     if (unit < end) run_units<Weights, R, S - 1>(weights, x, ldx, out, ldo, columns, unit, end);
@@ -191,20 +200,21 @@ void run_units(const Weights& weights, const float* x, int64_t ldx, float* out, 
 }
 
 template <typename Weights, int R>
-void run_rows(const Weights& weights, const float* x, int64_t ldx, int rows, float* out, int64_t ldo,
-              int64_t columns, int64_t unit, int64_t end) {
+void run_rows(const Weights& weights, const float* x, int64_t ldx, int rows, float* out,
+              int64_t ldo, int64_t columns, int64_t unit, int64_t end) {
   if (rows == R) {
-    run_units<Weights, R, units_for(R, Weights::kVectors)>(weights, x, ldx, out, ldo, columns, unit, end);
+    run_units<Weights, R, units_for(R, Weights::kVectors)>(weights, x, ldx, out, ldo, columns, unit,
+                                                           end);
   } else if constexpr (R > 1) {
     run_rows<Weights, R - 1>(weights, x, ldx, rows, out, ldo, columns, unit, end);
   }
 }
 
-// Rows are cut into tiles of nearly equal height. Panels are the outer loop of a few at a time, so that
-// their weights stay in the nearest cache while all rows pass over them.
+// Rows are cut into tiles of nearly equal height. Panels are the outer loop of a few at a time, so
+// that their weights stay in the nearest cache while all rows pass over them.
 template <typename Weights>
-void run_gemm(const Weights& weights, const float* x, int64_t ldx, int rows, float* out, int64_t ldo,
-              int64_t columns) {
+void run_gemm(const Weights& weights, const float* x, int64_t ldx, int rows, float* out,
+              int64_t ldo, int64_t columns) {
   constexpr int64_t kStep = 2 * Weights::kUnitsPerPanel;
   const int64_t units = (columns + kPanel - 1) / kPanel * Weights::kUnitsPerPanel;
   const int tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -214,8 +224,8 @@ void run_gemm(const Weights& weights, const float* x, int64_t ldx, int rows, flo
     for (int t = 0; t < tiles; ++t) {
       const int begin = static_cast<int>(static_cast<int64_t>(rows) * t / tiles);
       const int count = static_cast<int>(static_cast<int64_t>(rows) * (t + 1) / tiles) - begin;
-      run_rows<Weights, kMaxRows>(weights, x + begin * ldx, ldx, count, out + begin * ldo, ldo, columns, unit,
-                                  end);
+      run_rows<Weights, kMaxRows>(weights, x + begin * ldx, ldx, count, out + begin * ldo, ldo,
+                                  columns, unit, end);
     }
   }
 }
@@ -225,13 +235,14 @@ void gemm_bf16(const float* x, int64_t ldx, int rows, const uint32_t* panels, in
   run_gemm(Bf16Weights{panels, k}, x, ldx, rows, out, ldo, columns);
 }
 
-void gemm_f32(const float* x, int64_t ldx, int rows, const float* w, int64_t panel_stride, int64_t row_stride,
-              int64_t k, float* out, int64_t ldo, int64_t columns, bool accumulate) {
+void gemm_f32(const float* x, int64_t ldx, int rows, const float* w, int64_t panel_stride,
+              int64_t row_stride, int64_t k, float* out, int64_t ldo, int64_t columns,
+              bool accumulate) {
   run_gemm(F32Weights{w, panel_stride, row_stride, k, accumulate}, x, ldx, rows, out, ldo, columns);
 }
 
-void gemm_int4(const float* x, int64_t ldx, int rows, const uint32_t* panels, const uint32_t* scales,
-               int64_t k, float* out, int64_t ldo, int64_t columns) {
+void gemm_int4(const float* x, int64_t ldx, int rows, const uint32_t* panels,
+               const uint32_t* scales, int64_t k, float* out, int64_t ldo, int64_t columns) {
   run_gemm(Int4Weights{panels, scales, k}, x, ldx, rows, out, ldo, columns);
 }
 
@@ -247,7 +258,8 @@ inline Vec load_filled(const float* x, int64_t i, int64_t n, float fill) {
 
 float softmax(float* scores, int64_t n) {
   Vec best = broadcast(kMinusInfinity);
-  for (int64_t i = 0; i < n; i += kLanes) best = max(best, load_filled(scores, i, n, kMinusInfinity));
+  for (int64_t i = 0; i < n; i += kLanes)
+    best = max(best, load_filled(scores, i, n, kMinusInfinity));
   const Vec top = broadcast(reduce_max(best));
   Vec sum = broadcast(0.0f);
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -291,8 +303,8 @@ void add_scaled(float a, const float* x, int64_t n, float* out) {
 }
 
 float log_sum_exp(const float* x, int64_t n, float scale, float* maximum) {
-  // max(value, so far) keeps "so far" when the value is NaN: x86 returns the second operand, and the
-  // portable comparison is false.
+  // max(value, so far) keeps "so far" when the value is NaN: x86 returns the second operand, and
+  // the portable comparison is false.
   Vec best = broadcast(kMinusInfinity);
   for (int64_t block = 0; block * kPanel < n; ++block) {
     Vec block_best = broadcast(kMinusInfinity);
@@ -353,8 +365,8 @@ float read_all(const float* x, int64_t n) {
 }
 
 constexpr Kernels kKernels = {
-    KDT_ISA_NAME, gemm_bf16,   gemm_f32, gemm_int4,  softmax,  rms_norm, silu_mul,
-    add_scaled,   log_sum_exp, argmax,   fma_rounds, read_all,
+    KDT_ISA_NAME, gemm_bf16,  gemm_f32,    gemm_int4, softmax,    rms_norm,
+    silu_mul,     add_scaled, log_sum_exp, argmax,    fma_rounds, read_all,
 };
 
 }  // namespace

@@ -20,7 +20,8 @@ uint16_t read_half(const uint8_t* data, int64_t index) {
   return half;
 }
 
-// Pairs row n (low half) with row n + 16 (high half) of a [rows, columns] array of bf16, panel by panel.
+// Pairs row n (low half) with row n + 16 (high half) of a [rows, columns] array of bf16, panel by
+// panel.
 std::shared_ptr<void> pair_rows(Arena& arena, const uint8_t* data, int64_t rows, int64_t columns) {
   const int64_t panels = ceil_div(rows, kPanel);
   std::shared_ptr<void> memory = arena.allocate(panels * columns * 16 * 4);
@@ -39,7 +40,8 @@ std::shared_ptr<void> pair_rows(Arena& arena, const uint8_t* data, int64_t rows,
 }
 
 // Transposes a [rows, columns] array of 4-byte values into panels of 32 rows.
-std::shared_ptr<void> panel_words(Arena& arena, const uint8_t* data, int64_t rows, int64_t columns) {
+std::shared_ptr<void> panel_words(Arena& arena, const uint8_t* data, int64_t rows,
+                                  int64_t columns) {
   const int64_t panels = ceil_div(rows, kPanel);
   std::shared_ptr<void> memory = arena.allocate(panels * columns * kPanel * 4);
   uint32_t* words = typed<uint32_t>(memory);
@@ -78,7 +80,8 @@ PackedMatrix pack_matrix(const HostMatrix& matrix, Arena& arena) {
       packed.bytes = panels * kPanel * (k / 2 + k / kGroup * 2);
       break;
     default:
-      throw Error(join("weight: dtype ", dtype_name(matrix.dtype), "; want f32, bf16 or int4 (i32)"));
+      throw Error(
+          join("weight: dtype ", dtype_name(matrix.dtype), "; want f32, bf16 or int4 (i32)"));
   }
   return packed;
 }
@@ -105,34 +108,39 @@ void CpuBackend::multiply(const float* x, int64_t ldx, int64_t rows, const Packe
   const int num_rows = static_cast<int>(rows);
   switch (matrix.dtype) {
     case DType::kBFloat16:
-      kernels_.gemm_bf16(x, ldx, num_rows, typed<uint32_t>(matrix.panels) + panel * k * 16, k, out, ldo, columns);
+      kernels_.gemm_bf16(x, ldx, num_rows, typed<uint32_t>(matrix.panels) + panel * k * 16, k, out,
+                         ldo, columns);
       break;
     case DType::kFloat32:
-      kernels_.gemm_f32(x, ldx, num_rows, typed<float>(matrix.panels) + panel * k * kPanel, k * kPanel, kPanel, k,
-                        out, ldo, columns, false);
+      kernels_.gemm_f32(x, ldx, num_rows, typed<float>(matrix.panels) + panel * k * kPanel,
+                        k * kPanel, kPanel, k, out, ldo, columns, false);
       break;
     default:
-      kernels_.gemm_int4(x, ldx, num_rows, typed<uint32_t>(matrix.panels) + panel * (k / 8) * kPanel,
-                         typed<uint32_t>(matrix.scales) + panel * (k / kGroup) * 16, k, out, ldo, columns);
+      kernels_.gemm_int4(
+          x, ldx, num_rows, typed<uint32_t>(matrix.panels) + panel * (k / 8) * kPanel,
+          typed<uint32_t>(matrix.scales) + panel * (k / kGroup) * 16, k, out, ldo, columns);
   }
 }
 
-// x: rows of in_features values (per_head: one such row for each matrix); out: rows of out_features values.
-void CpuBackend::product(const Tensor& x, const CpuLinear& weight, const Tensor& out, bool per_head) {
+// x: rows of in_features values (per_head: one such row for each matrix); out: rows of out_features
+// values.
+void CpuBackend::product(const Tensor& x, const CpuLinear& weight, const Tensor& out,
+                         bool per_head) {
   const int64_t rows = out.dim(0);
   const int64_t k = weight.in_features;
   const int64_t ldx = per_head ? k * static_cast<int64_t>(weight.matrices.size()) : k;
   const int64_t ldo = weight.out_features;
   const bool share = worth_sharing(rows * k * weight.out_features);
-  // One task a thread while a product is short, more when it is long enough that one may fall behind. Two panels at
-  // least keep the tiles of many rows wide.
+  // One task a thread while a product is short, more when it is long enough that one may fall
+  // behind. Two panels at least keep the tiles of many rows wide.
   const int64_t wanted_tasks = share ? num_threads() * (rows < 8 ? 1 : 4) : 1;
   const int64_t panels = ceil_div(weight.out_features, kPanel);
   const int64_t step = std::max<int64_t>(rows < 4 ? 1 : 2, ceil_div(panels, wanted_tasks));
 
   // A task is up to `step` panels of one matrix.
   int64_t num_tasks = 0;
-  for (const PackedMatrix& matrix : weight.matrices) num_tasks += ceil_div(ceil_div(matrix.out_features, kPanel), step);
+  for (const PackedMatrix& matrix : weight.matrices)
+    num_tasks += ceil_div(ceil_div(matrix.out_features, kPanel), step);
   const auto body = [&](int64_t task, int) {
     int64_t out_column = 0;
     for (size_t i = 0; i < weight.matrices.size(); ++i) {
@@ -141,8 +149,8 @@ void CpuBackend::product(const Tensor& x, const CpuLinear& weight, const Tensor&
       const int64_t matrix_tasks = ceil_div(matrix_panels, step);
       if (task < matrix_tasks) {
         const int64_t panel = task * step;
-        multiply(x.data<float>() + (per_head ? static_cast<int64_t>(i) * k : 0), ldx, rows, matrix, panel,
-                 std::min(step, matrix_panels - panel), out.data<float>() + out_column, ldo);
+        multiply(x.data<float>() + (per_head ? static_cast<int64_t>(i) * k : 0), ldx, rows, matrix,
+                 panel, std::min(step, matrix_panels - panel), out.data<float>() + out_column, ldo);
         return;
       }
       task -= matrix_tasks;
@@ -164,8 +172,8 @@ void CpuBackend::linear(const Tensor& x, const LinearWeight& weight, const Tenso
 void CpuBackend::head_linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) {
   check_head_linear(x, weight, out);
   const auto& stacked = static_cast<const CpuLinear&>(weight);
-  KDT_CHECK(static_cast<int64_t>(stacked.matrices.size()) == x.dim(1), "head_linear: ",
-            stacked.matrices.size(), " matrices for ", x.dim(1), " heads");
+  KDT_CHECK(static_cast<int64_t>(stacked.matrices.size()) == x.dim(1),
+            "head_linear: ", stacked.matrices.size(), " matrices for ", x.dim(1), " heads");
   product(x, stacked, out, true);
 }
 

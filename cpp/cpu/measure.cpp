@@ -7,11 +7,14 @@
 namespace kdt {
 
 CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes) {
-  KDT_CHECK_ARGUMENT(num_threads >= 0 && num_threads <= 1024, "num_threads is ", num_threads, "; want 0 to 1024");
-  KDT_CHECK_ARGUMENT(cache_bytes >= 65536 && cache_bytes <= int64_t{1} << 32, "cache_bytes is ", cache_bytes,
-                     "; want 65536 to 4294967296");
+  KDT_CHECK_ARGUMENT(num_threads >= 0 && num_threads <= 1024, "num_threads is ", num_threads,
+                     "; want 0 to 1024");
+  KDT_CHECK_ARGUMENT(cache_bytes >= 65536 && cache_bytes <= int64_t{1} << 32, "cache_bytes is ",
+                     cache_bytes, "; want 65536 to 4294967296");
   const cpu::Kernels& kernels = cpu::select_kernels();
-  const int threads = num_threads == 0 ? static_cast<int>(std::max(1u, std::thread::hardware_concurrency())) : num_threads;
+  const int threads = num_threads == 0
+                          ? static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))
+                          : num_threads;
   cpu::ThreadPool pool(threads);
   CpuCeilings result;
   result.isa = kernels.isa;
@@ -28,7 +31,8 @@ CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes) {
     const double ms = clock.ms();
     int64_t multiply_adds = 0;
     for (const int64_t n : done) multiply_adds += n;
-    result.fma_gflops = std::max(result.fma_gflops, 2.0 * static_cast<double>(multiply_adds) / ms * 1e-6);
+    result.fma_gflops =
+        std::max(result.fma_gflops, 2.0 * static_cast<double>(multiply_adds) / ms * 1e-6);
   }
   const auto read_rate = [&](int64_t bytes, int tries) {
     const std::shared_ptr<void> memory = cpu::map_zeroed(bytes);

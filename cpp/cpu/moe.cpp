@@ -17,15 +17,17 @@ std::unique_ptr<ExpertsWeight> CpuBackend::prepare_experts(const std::vector<Hos
   weight->intermediate_size = experts.front().gate.out_features;
   for (const HostExpert& host : experts) {
     for (const HostMatrix* matrix : {&host.gate, &host.up}) {
-      KDT_CHECK(matrix->in_features == weight->hidden_size && matrix->out_features == weight->intermediate_size,
-                "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features, "], want [",
-                weight->intermediate_size, ", ", weight->hidden_size, "]");
+      KDT_CHECK(matrix->in_features == weight->hidden_size &&
+                    matrix->out_features == weight->intermediate_size,
+                "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features,
+                "], want [", weight->intermediate_size, ", ", weight->hidden_size, "]");
     }
-    KDT_CHECK(host.down.in_features == weight->intermediate_size && host.down.out_features == weight->hidden_size,
-              "prepare_experts: down is [", host.down.out_features, ", ", host.down.in_features, "], want [",
-              weight->hidden_size, ", ", weight->intermediate_size, "]");
-    weight->experts.push_back(
-        {pack_matrix(host.gate, arena_), pack_matrix(host.up, arena_), pack_matrix(host.down, arena_)});
+    KDT_CHECK(host.down.in_features == weight->intermediate_size &&
+                  host.down.out_features == weight->hidden_size,
+              "prepare_experts: down is [", host.down.out_features, ", ", host.down.in_features,
+              "], want [", weight->hidden_size, ", ", weight->intermediate_size, "]");
+    weight->experts.push_back({pack_matrix(host.gate, arena_), pack_matrix(host.up, arena_),
+                               pack_matrix(host.down, arena_)});
     const CpuExperts::Expert& expert = weight->experts.back();
     weight->bytes += expert.gate.bytes + expert.up.bytes + expert.down.bytes;
   }
@@ -67,9 +69,11 @@ void CpuBackend::moe_route(const MoeRouteArgs& args) {
       for (int64_t g = 0; g < args.n_group; ++g) {
         int64_t better = 0;
         for (int64_t other = 0; other < args.n_group; ++other) {
-          better += group_score[other] > group_score[g] || (group_score[other] == group_score[g] && other < g);
+          better += group_score[other] > group_score[g] ||
+                    (group_score[other] == group_score[g] && other < g);
         }
-        if (better >= args.topk_group) std::fill(biased + g * group_size, biased + (g + 1) * group_size, kExcluded);
+        if (better >= args.topk_group)
+          std::fill(biased + g * group_size, biased + (g + 1) * group_size, kExcluded);
       }
     }
     int32_t* ids = args.ids.data<int32_t>() + row * top_k;
@@ -86,7 +90,8 @@ void CpuBackend::moe_route(const MoeRouteArgs& args) {
       sum += weights[k];
       if (best >= 0) biased[best] = kExcluded;
     }
-    const float factor = args.norm_topk_prob ? args.routed_scaling_factor / (sum + 1e-20f) : args.routed_scaling_factor;
+    const float factor = args.norm_topk_prob ? args.routed_scaling_factor / (sum + 1e-20f)
+                                             : args.routed_scaling_factor;
     for (int64_t k = 0; k < top_k; ++k) weights[k] *= factor;
   }
 }
@@ -105,7 +110,8 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
   for (int64_t s = 0; s < slots; ++s) {
     if (valid(ids[s])) ++begin[ids[s] + 1];
   }
-  std::vector<int32_t>& lists = shared_.more_ints;  // row of each slot, then the experts that have rows
+  std::vector<int32_t>& lists =
+      shared_.more_ints;  // row of each slot, then the experts that have rows
   lists.resize(std::max<size_t>(lists.size(), slots + 2 * weight.num_experts));
   int32_t* row_of_slot = lists.data();
   int32_t* next = row_of_slot + slots;
@@ -127,17 +133,20 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
   for (int64_t s = 0; s < slots; ++s) {
     if (!valid(ids[s])) continue;
     row_of_slot[s] = next[ids[s]]++;
-    std::memcpy(gathered + row_of_slot[s] * hidden, args.x.data<float>() + s / top_k * hidden, hidden * sizeof(float));
+    std::memcpy(gathered + row_of_slot[s] * hidden, args.x.data<float>() + s / top_k * hidden,
+                hidden * sizeof(float));
   }
 
   // Half an expert a task keeps two threads level when few experts are used.
   const auto for_panels = [&](int64_t out_features, const auto& body) {
     const int64_t panels = ceil_div(out_features, kPanel);
-    const int64_t parts = std::min<int64_t>(panels, std::max<int64_t>(1, ceil_div(4 * num_threads(), std::max<int64_t>(num_used, 1))));
+    const int64_t parts = std::min<int64_t>(
+        panels, std::max<int64_t>(1, ceil_div(4 * num_threads(), std::max<int64_t>(num_used, 1))));
     const auto task_body = [&](int64_t task, int) {
       const int64_t e = used[task / parts], part = task % parts;
       const int64_t panel = panels * part / parts;
-      body(weight.experts[e], begin[e], begin[e + 1] - begin[e], panel, panels * (part + 1) / parts - panel);
+      body(weight.experts[e], begin[e], begin[e + 1] - begin[e], panel,
+           panels * (part + 1) / parts - panel);
     };
     if (worth_sharing(rows * hidden * inter)) {
       pool_.run(num_used * parts, task_body);
@@ -145,7 +154,8 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
       for (int64_t task = 0; task < num_used * parts; ++task) task_body(task, 0);
     }
   };
-  for_panels(inter, [&](const CpuExperts::Expert& expert, int64_t row, int64_t count, int64_t panel, int64_t panels) {
+  for_panels(inter, [&](const CpuExperts::Expert& expert, int64_t row, int64_t count, int64_t panel,
+                        int64_t panels) {
     const float* x = gathered + row * hidden;
     multiply(x, hidden, count, expert.gate, panel, panels, gate + row * inter, inter);
     multiply(x, hidden, count, expert.up, panel, panels, up + row * inter, inter);
@@ -155,8 +165,10 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
       kernels_.silu_mul(gate + at, up + at, columns, activated + at);
     }
   });
-  for_panels(hidden, [&](const CpuExperts::Expert& expert, int64_t row, int64_t count, int64_t panel, int64_t panels) {
-    multiply(activated + row * inter, inter, count, expert.down, panel, panels, result + row * hidden, hidden);
+  for_panels(hidden, [&](const CpuExperts::Expert& expert, int64_t row, int64_t count,
+                         int64_t panel, int64_t panels) {
+    multiply(activated + row * inter, inter, count, expert.down, panel, panels,
+             result + row * hidden, hidden);
   });
   for_rows(tokens, top_k * hidden, [&](int64_t t) {
     for (int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {

@@ -28,13 +28,13 @@ void CpuBackend::rms_norm(const RmsNormArgs& args) {
   check_rms_norm(args);
   const int64_t n = args.weight.numel();
   for_rows(args.x.dim(0), n, [&](int64_t row) {
-    kernels_.rms_norm(args.x.data<float>() + row * args.x.dim(1) + args.column, args.weight.data<float>(), n,
-                      args.eps, args.out.data<float>() + row * n);
+    kernels_.rms_norm(args.x.data<float>() + row * args.x.dim(1) + args.column,
+                      args.weight.data<float>(), n, args.eps, args.out.data<float>() + row * n);
   });
 }
 
-void CpuBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
-                              const Tensor& out) {
+void CpuBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
+                              float eps, const Tensor& out) {
   check_add_rms_norm(residual, delta, weight, out);
   const int64_t n = weight.numel();
   for_rows(residual.dim(0), n, [&](int64_t row) {
@@ -66,16 +66,17 @@ void CpuBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tenso
   for (int64_t i = 0; i < rows.numel(); ++i) {
     const int32_t row = rows.data<int32_t>()[i];
     KDT_CHECK(row >= 0 && row < from.dim(0), "gather_rows: row ", row, " of ", from.dim(0));
-    std::memcpy(to.data<float>() + i * width, from.data<float>() + row * width, width * sizeof(float));
+    std::memcpy(to.data<float>() + i * width, from.data<float>() + row * width,
+                width * sizeof(float));
   }
 }
 
-void CpuBackend::copy_columns(const Tensor& from, int64_t from_column, const Tensor& to, int64_t to_column,
-                              int64_t width) {
+void CpuBackend::copy_columns(const Tensor& from, int64_t from_column, const Tensor& to,
+                              int64_t to_column, int64_t width) {
   check_copy_columns(from, from_column, to, to_column, width);
   for (int64_t row = 0; row < from.dim(0); ++row) {
-    std::memcpy(to.data<float>() + row * to.dim(1) + to_column, from.data<float>() + row * from.dim(1) + from_column,
-                width * sizeof(float));
+    std::memcpy(to.data<float>() + row * to.dim(1) + to_column,
+                from.data<float>() + row * from.dim(1) + from_column, width * sizeof(float));
   }
 }
 

@@ -12,11 +12,11 @@ const Kernels& select_kernels() {
   KDT_CHECK_ARGUMENT(asked.empty() || asked == "portable" || asked == "avx2" || asked == "avx512",
                      "KDT_ISA is '", asked, "'; want portable, avx2 or avx512");
 #if defined(__x86_64__)
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512dq");
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   KDT_CHECK(asked != "avx512" || has_avx512, "KDT_ISA is avx512, which this processor lacks");
   KDT_CHECK(asked != "avx2" || has_avx2, "KDT_ISA is avx2, which this processor lacks");
   if (has_avx512 && (asked.empty() || asked == "avx512")) return avx512_kernels();

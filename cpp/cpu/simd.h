@@ -1,6 +1,6 @@
-// The native vector of one instruction set. This header is compiled once for each set, in an unnamed
-// namespace: it must not include anything that holds inline functions with external linkage,
-// or code for a newer set could be linked into the portable path.
+// The native vector of one instruction set. This header is compiled once for each set, in an
+// unnamed namespace: it must not include anything that holds inline functions with external
+// linkage, or code for a newer set could be linked into the portable path.
 #pragma once
 
 #include <stdint.h>
@@ -29,7 +29,9 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec round(Vec a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline Vec low_bf16(Words w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
 inline Vec high_bf16(Words w) {
@@ -66,14 +68,15 @@ inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec round(Vec a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 inline Words load_words(const uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 inline Vec low_bf16(Words w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
 inline Vec high_bf16(Words w) {
-  return _mm256_castsi256_ps(
-      _mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 inline Vec exp2_int(Vec n) {
   const Words i = _mm256_cvtps_epi32(n);
@@ -89,7 +92,8 @@ struct NibbleTable {
 
 #else
 
-// Vector extensions of the compiler: SSE2 on x86-64, NEON on aarch64. A product is rounded before the sum.
+// Vector extensions of the compiler: SSE2 on x86-64, NEON on aarch64. A product is rounded before
+// the sum.
 constexpr int kLanes = 4;
 constexpr int kRegisters = 16;
 typedef float Vec __attribute__((vector_size(16)));

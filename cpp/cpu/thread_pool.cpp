@@ -11,7 +11,8 @@ inline void pause() {
 #endif
 }
 
-// Spins before a thread offers its core to others (some 200 us), and offers before it sleeps (some 100 us).
+// Spins before a thread offers its core to others (some 200 us), and offers before it sleeps (some
+// 100 us).
 constexpr int kSpins = 10000;
 constexpr int kYields = 200;
 

@@ -9,10 +9,10 @@
 
 namespace kdt::cpu {
 
-// The calling thread works too, so a pool of n has n - 1 threads. A decode step hands over more than a hundred ops
-// a millisecond, so a hand-over must cost little: a thread spins on one cache line for a while before it sleeps, and
-// tasks as few as the threads go to them without a shared counter. A thread that is late holds nobody up: the
-// caller takes its place.
+// The calling thread works too, so a pool of n has n - 1 threads. A decode step hands over more
+// than a hundred ops a millisecond, so a hand-over must cost little: a thread spins on one cache
+// line for a while before it sleeps, and tasks as few as the threads go to them without a shared
+// counter. A thread that is late holds nobody up: the caller takes its place.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);
@@ -22,7 +22,8 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. A task must not throw.
+  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. A task
+  // must not throw.
   template <typename Body>
   void run(int64_t num_tasks, const Body& body) {
     if (num_tasks <= 0) return;
@@ -38,8 +39,8 @@ class ThreadPool {
  private:
   using Call = void (*)(const void*, int64_t, int);
 
-  // A thread's part in job j is claimed once, by the thread or by the caller in its place: `claimed` goes from j - 1
-  // to j. The thread says `done` j when it was the one.
+  // A thread's part in job j is claimed once, by the thread or by the caller in its place:
+  // `claimed` goes from j - 1 to j. The thread says `done` j when it was the one.
   struct alignas(64) Seat {
     std::atomic<uint32_t> claimed{0};
     alignas(64) std::atomic<uint32_t> done{0};
@@ -51,7 +52,8 @@ class ThreadPool {
   void do_part(int seat, int thread);
   void count_down(int thread);
 
-  // The job; written while every seat of the one before is claimed and done, read after claiming a seat of it.
+  // The job; written while every seat of the one before is claimed and done, read after claiming a
+  // seat of it.
   alignas(64) std::atomic<uint32_t> job_{0};
   const void* context_ = nullptr;
   Call call_ = nullptr;

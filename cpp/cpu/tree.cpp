@@ -1,5 +1,5 @@
-// Building and walking draft trees. The order of operations here, ties included, is the definition that every
-// other back end must match (docs/adr/0004).
+// Building and walking draft trees. The order of operations here, ties included, is the definition
+// that every other back end must match (docs/adr/0004).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -56,7 +56,8 @@ void CpuBackend::tree_build(const TreeBuildArgs& args) {
   int32_t ranks[kMaxTreeBudget + 1];
   int32_t last_child[kMaxTreeBudget + 1];
 
-  const auto add_node = [&](int32_t slot, int32_t token, int32_t parent, int32_t depth, int32_t rank, double logw) {
+  const auto add_node = [&](int32_t slot, int32_t token, int32_t parent, int32_t depth,
+                            int32_t rank, double logw) {
     args.tokens.data<int32_t>()[slot] = token;
     args.depths.data<int32_t>()[slot] = depth;
     args.logw.data<double>()[slot] = logw;
@@ -90,10 +91,11 @@ void CpuBackend::tree_build(const TreeBuildArgs& args) {
     const Candidate best = heap[--heap_size];
     const float* row = logprobs + (best.depth - 1) * width;
     const int32_t slot = num_nodes++;
-    add_node(slot, args.ids.data<int32_t>()[(best.depth - 1) * width + best.rank], best.parent, best.depth,
-             best.rank, best.logw);
+    add_node(slot, args.ids.data<int32_t>()[(best.depth - 1) * width + best.rank], best.parent,
+             best.depth, best.rank, best.logw);
     if (best.rank + 1 < width) {
-      const double logw = (best.logw - static_cast<double>(row[best.rank])) + static_cast<double>(row[best.rank + 1]);
+      const double logw = (best.logw - static_cast<double>(row[best.rank])) +
+                          static_cast<double>(row[best.rank + 1]);
       push({logw, best.parent, best.depth, best.rank + 1});
     }
     if (best.depth < max_depth) {
@@ -111,7 +113,8 @@ void CpuBackend::tree_accept(const TreeAcceptArgs& args) {
   const int32_t* next_sibling = args.next_sibling.data<int32_t>();
   const int32_t* target = args.target.data<int32_t>();
   const auto check_link = [&](int32_t link, int32_t from) {
-    KDT_CHECK(link == -1 || (link > from && link < slots), "tree_accept: link from slot ", from, " to ", link);
+    KDT_CHECK(link == -1 || (link > from && link < slots), "tree_accept: link from slot ", from,
+              " to ", link);
   };
   int32_t node = 0, length = 0;
   while (true) {

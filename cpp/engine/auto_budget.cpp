@@ -26,7 +26,8 @@ bool repeats(const std::vector<int32_t>& ids) {
   return false;
 }
 
-// Moves a measured time towards an observed one. A pass that was interrupted says nothing about the next.
+// Moves a measured time towards an observed one. A pass that was interrupted says nothing about the
+// next.
 void follow(double& ms, double observed_ratio, double weight) {
   if (observed_ratio < 3.0) ms *= 1.0 + 0.1 * weight * (observed_ratio - 1.0);
 }
@@ -35,16 +36,18 @@ void follow(double& ms, double observed_ratio, double weight) {
 
 void CostModel::set_verify(std::vector<std::pair<int64_t, double>> points) {
   // A pass over more rows is not cheaper: noise that says so would draw the choice to it.
-  for (size_t i = 1; i < points.size(); ++i) points[i].second = std::max(points[i].second, points[i - 1].second);
+  for (size_t i = 1; i < points.size(); ++i)
+    points[i].second = std::max(points[i].second, points[i - 1].second);
   verify_ = std::move(points);
 }
 
 std::pair<int64_t, double> CostModel::place(int64_t rows) const {
-  const auto after = std::find_if(verify_.begin(), verify_.end() - 1, [&](const auto& p) { return p.first >= rows; });
+  const auto after = std::find_if(verify_.begin(), verify_.end() - 1,
+                                  [&](const auto& p) { return p.first >= rows; });
   if (after == verify_.begin() || after->first <= rows) return {after - verify_.begin(), 0.0};
   const auto before = after - 1;
-  return {after - verify_.begin(),
-          static_cast<double>(after->first - rows) / static_cast<double>(after->first - before->first)};
+  return {after - verify_.begin(), static_cast<double>(after->first - rows) /
+                                       static_cast<double>(after->first - before->first)};
 }
 
 double CostModel::verify_ms(int64_t rows) const {
@@ -86,8 +89,9 @@ bool AutoBudget::should_draft(const CostModel& costs, const std::vector<int32_t>
   return false;
 }
 
-// A round of s slots takes T(s) ms in which other rounds would have made rate * T(s) tokens. The best s leaves
-// the most above that, which makes the most tokens a millisecond in the long run (the draft is paid for already).
+// A round of s slots takes T(s) ms in which other rounds would have made rate * T(s) tokens. The
+// best s leaves the most above that, which makes the most tokens a millisecond in the long run (the
+// draft is paid for already).
 int64_t AutoBudget::choose_slots(const std::vector<double>& logw, const CostModel& costs) const {
   const double honest = honesty();
   const double tokens_per_ms = rate(costs);
@@ -106,8 +110,10 @@ int64_t AutoBudget::choose_slots(const std::vector<double>& logw, const CostMode
   return best;
 }
 
-void AutoBudget::observe(const std::vector<double>& logw, int64_t committed, const CostModel& costs) {
-  // Honesty is a trait of the drafter, so it is remembered long; whether drafting pays changes with the text.
+void AutoBudget::observe(const std::vector<double>& logw, int64_t committed,
+                         const CostModel& costs) {
+  // Honesty is a trait of the drafter, so it is remembered long; whether drafting pays changes with
+  // the text.
   constexpr double kKeepHonesty = 0.97;
   constexpr double kKeepRate = 0.6;
   const double expected = expected_nodes(logw);
@@ -116,7 +122,8 @@ void AutoBudget::observe(const std::vector<double>& logw, int64_t committed, con
   accepted_ = kKeepHonesty * accepted_ + accepted;
   // What was expected tells as much of the next rounds as what came, with less chance in it.
   tokens_ = kKeepRate * tokens_ + 1.0 + 0.5 * (accepted + honesty() * expected);
-  depth_ = committed - 1 >= std::min(depth_, kFirstDepth) ? std::numeric_limits<int64_t>::max() : kFirstDepth;
+  depth_ = committed - 1 >= std::min(depth_, kFirstDepth) ? std::numeric_limits<int64_t>::max()
+                                                          : kFirstDepth;
   ms_ = kKeepRate * ms_ + costs.draft_ms() + costs.verify_ms(static_cast<int64_t>(logw.size()));
 }
 

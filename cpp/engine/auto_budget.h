@@ -33,14 +33,16 @@ class CostModel {
   double draft_ms_ = 0;
 };
 
-// An engine's experience with drafting, over all its requests: whether it pays depends on the processor and the drafter more
-// than on the request, and what one request has tried at a loss the next need not try again.
+// An engine's experience with drafting, over all its requests: whether it pays depends on the
+// processor and the drafter more than on the request, and what one request has tried at a loss the
+// next need not try again.
 class AutoBudget {
  public:
-  // Whether this round should draft at all. While drafting does not pay it is tried again at growing intervals, sooner
-  // when the text repeats itself.
+  // Whether this round should draft at all. While drafting does not pay it is tried again at
+  // growing intervals, sooner when the text repeats itself.
   bool should_draft(const CostModel& costs, const std::vector<int32_t>& token_ids);
-  // How deep to draft: a depth costs a row of the target's head, so deep ones are asked for once trees are accepted whole.
+  // How deep to draft: a depth costs a row of the target's head, so deep ones are asked for once
+  // trees are accepted whole.
   int64_t depth() const { return depth_; }
   // The slots, root included, to verify of a tree in best-first order.
   int64_t choose_slots(const std::vector<double>& logw, const CostModel& costs) const;
@@ -53,10 +55,11 @@ class AutoBudget {
   // Tokens a millisecond that the next rounds will make, drafting or not.
   double rate(const CostModel& costs) const;
 
-  double expected_ = 2, accepted_ = 2;  // decaying sums of nodes' probabilities and of accepted nodes
-  double tokens_ = 0, ms_ = 0;          // decaying sums over drafted rounds
-  int64_t interval_ = 64;               // plain steps before drafting is tried again
-  int64_t skip_ = 0;                    // of them still to go
+  double expected_ = 2,
+         accepted_ = 2;         // decaying sums of nodes' probabilities and of accepted nodes
+  double tokens_ = 0, ms_ = 0;  // decaying sums over drafted rounds
+  int64_t interval_ = 64;       // plain steps before drafting is tried again
+  int64_t skip_ = 0;            // of them still to go
   int64_t depth_ = 8;
 };
 

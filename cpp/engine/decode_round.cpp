@@ -8,7 +8,8 @@
 namespace kdt {
 namespace {
 
-// The widest tree that automatic choice considers: past it the drafter's probabilities are too small to pay.
+// The widest tree that automatic choice considers: past it the drafter's probabilities are too
+// small to pay.
 constexpr int64_t kMaxAutoBudget = 64;
 
 }  // namespace
@@ -22,23 +23,26 @@ void DraftTree::truncate(int64_t count) {
   }
 }
 
-// How deep a tree may go: not past the block, the budget, the last token asked for, or the drafter's positions.
+// How deep a tree may go: not past the block, the budget, the last token asked for, or the
+// drafter's positions.
 int64_t Engine::draft_depth(const Request& request) const {
   if (request.method == Method::kPlain) return 0;
   const auto length = static_cast<int64_t>(request.token_ids.size());
   const int64_t positions = draft_->config().max_position_embeddings;
   if (positions > 0 && length - 1 + draft_->config().block_size > positions) return 0;
-  const int64_t widest = request.is_auto()                   ? auto_budget_.depth()
+  const int64_t widest = request.is_auto()                  ? auto_budget_.depth()
                          : request.options.tree_budget == 0 ? block_drafts()
                                                             : request.options.tree_budget;
   return std::min({block_drafts(), widest, request.max_length - length - 1});
 }
 
 void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
-  if (!costs_.measured() && std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->is_auto(); })) {
+  if (!costs_.measured() && std::any_of(requests.begin(), requests.end(),
+                                        [](const Request* r) { return r->is_auto(); })) {
     measure_costs();
   }
-  for (size_t i = 0; i < requests.size(); ++i) outputs[i]->root_token_id = requests[i]->token_ids.back();
+  for (size_t i = 0; i < requests.size(); ++i)
+    outputs[i]->root_token_id = requests[i]->token_ids.back();
   if (draft_) draft_trees(requests, outputs);
 
   std::vector<std::vector<int32_t>> target_tokens;
@@ -49,7 +53,8 @@ void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutpu
       rows += std::max<int64_t>(1, outputs[end]->tree.num_nodes());
       if (end > begin && rows > max_rows_) break;
     }
-    std::vector<Request*> some(requests.begin() + static_cast<int64_t>(begin), requests.begin() + static_cast<int64_t>(end));
+    std::vector<Request*> some(requests.begin() + static_cast<int64_t>(begin),
+                               requests.begin() + static_cast<int64_t>(end));
     std::vector<StepOutput*> some_outputs(outputs.begin() + static_cast<int64_t>(begin),
                                           outputs.begin() + static_cast<int64_t>(end));
     verify(some, some_outputs, target_tokens);
@@ -70,7 +75,8 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   const Clock draft_clock;
   std::vector<size_t> drafting;
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (draft_depth(*requests[i]) > 0 && (!requests[i]->is_auto() || auto_budget_.should_draft(costs_, requests[i]->token_ids))) {
+    if (draft_depth(*requests[i]) > 0 &&
+        (!requests[i]->is_auto() || auto_budget_.should_draft(costs_, requests[i]->token_ids))) {
       drafting.push_back(i);
     }
   }
@@ -91,7 +97,8 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   const auto count = static_cast<int64_t>(drafting.size());
   int64_t depth = 0;
   for (const size_t i : drafting) depth = std::max(depth, draft_depth(*requests[i]));
-  draft_->draft(*draft_batch_, depth, *target_, *draft_cache_, draft_logits_.tensor.rows(0, count * depth));
+  draft_->draft(*draft_batch_, depth, *target_, *draft_cache_,
+                draft_logits_.tensor.rows(0, count * depth));
   backend_->synchronize();
   ++stats_.draft_forwards;
   const double draft_ms = draft_clock.ms();
@@ -101,9 +108,11 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   for (size_t i = 0; i < drafting.size(); ++i) {
     const Request& request = *requests[drafting[i]];
     StepOutput& output = *outputs[drafting[i]];
-    output.tree = build_tree(request, draft_logits_.tensor.rows(static_cast<int64_t>(i) * depth, depth),
-                             draft_depth(request));
-    if (request.is_auto()) output.tree.truncate(auto_budget_.choose_slots(output.tree.logw, costs_));
+    output.tree =
+        build_tree(request, draft_logits_.tensor.rows(static_cast<int64_t>(i) * depth, depth),
+                   draft_depth(request));
+    if (request.is_auto())
+      output.tree.truncate(auto_budget_.choose_slots(output.tree.logw, costs_));
     output.draft_ms = draft_ms;
   }
   const double build_ms = build_clock.ms();
@@ -142,7 +151,8 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   backend_->download(&count, num_nodes);
   DraftTree tree;
   int64_t i = 0;
-  for (auto* list : {&tree.tokens, &tree.parents, &tree.depths, &tree.first_child, &tree.next_sibling}) {
+  for (auto* list :
+       {&tree.tokens, &tree.parents, &tree.depths, &tree.first_child, &tree.next_sibling}) {
     list->resize(count);
     backend_->download(list->data(), array(i++).rows(0, count));
   }
@@ -161,7 +171,8 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
     batch_->begin_sequence(request.num_cached, block_table(request.slot));
     batch_->add_row(request.token_ids.back(), request.num_cached, -1);
     for (int64_t slot = 1; slot < tree.num_nodes(); ++slot) {
-      batch_->add_row(tree.tokens[slot], request.num_cached + tree.depths[slot], tree.parents[slot]);
+      batch_->add_row(tree.tokens[slot], request.num_cached + tree.depths[slot],
+                      tree.parents[slot]);
     }
   }
   batch_->upload();
@@ -181,8 +192,8 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
   if (costs_.measured() && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), ms);
 }
 
-void Engine::accept_and_commit(Request& request, StepOutput& output, const std::vector<int32_t>& target_tokens,
-                               int64_t first_row) {
+void Engine::accept_and_commit(Request& request, StepOutput& output,
+                               const std::vector<int32_t>& target_tokens, int64_t first_row) {
   const DraftTree& tree = output.tree;
   const auto slots = static_cast<int64_t>(target_tokens.size());
   output.accepted = {0};
@@ -231,7 +242,8 @@ void Engine::accept_and_commit(Request& request, StepOutput& output, const std::
   }
   if (moves) {
     const std::vector<int32_t> blocks = block_table(request.slot);
-    const Tensor table = tree_array(0, blocks_per_slot_), from_rows = tree_array(1, count), to_rows = tree_array(2, count);
+    const Tensor table = tree_array(0, blocks_per_slot_), from_rows = tree_array(1, count),
+                 to_rows = tree_array(2, count);
     backend_->upload(table, blocks.data());
     backend_->upload(from_rows, from.data());
     backend_->upload(to_rows, to.data());
@@ -247,7 +259,8 @@ void Engine::keep_features(Request& request, const std::vector<int32_t>& rows) {
   if (request.num_pending + count > pending.dim(0)) extend_context(request);
   const Tensor indices = row_indices_.tensor.rows(0, count);
   backend_->upload(indices, rows.data());
-  backend_->gather_rows(target_->features(batch_->num_rows()), indices, pending.rows(request.num_pending, count));
+  backend_->gather_rows(target_->features(batch_->num_rows()), indices,
+                        pending.rows(request.num_pending, count));
   request.num_pending += count;
 }
 
@@ -260,14 +273,15 @@ void Engine::extend_context(Request& request) {
     context_batch_->begin_sequence(request.num_context, block_table(request.slot));
     context_batch_->add_chain(tokens.data(), count, request.num_context);
     context_batch_->upload();
-    draft_->extend_context(*context_batch_, pending_features_[request.slot].tensor.rows(begin, count), *draft_cache_);
+    draft_->extend_context(
+        *context_batch_, pending_features_[request.slot].tensor.rows(begin, count), *draft_cache_);
     request.num_context += count;
   }
   request.num_pending = 0;
 }
 
-// Times passes of both models in the spare slot. Every size has its turn in each of a few sweeps, so that a disturbance
-// does not hit one size alone; the quickest of a size counts.
+// Times passes of both models in the spare slot. Every size has its turn in each of a few sweeps,
+// so that a disturbance does not hit one size alone; the quickest of a size counts.
 void Engine::measure_costs() {
   constexpr int64_t kSizes[] = {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 49, 65};
   constexpr int kWarmUp = 2, kSweeps = 6;
@@ -282,7 +296,8 @@ void Engine::measure_costs() {
   for (const int64_t rows : kSizes) points.emplace_back(rows, 1e9);
   double draft_ms = 1e9;
   const int64_t depth = std::min(block_drafts(), auto_budget_.depth());
-  const std::vector<int32_t> block(draft_->config().block_size, static_cast<int32_t>(draft_->config().mask_token_id));
+  const std::vector<int32_t> block(draft_->config().block_size,
+                                   static_cast<int32_t>(draft_->config().mask_token_id));
   int64_t token = 0;
   for (int sweep = 0; sweep < kWarmUp + kSweeps; ++sweep) {
     for (auto& [rows, best] : points) {
@@ -305,8 +320,10 @@ void Engine::measure_costs() {
     draft_batch_->begin_sequence(context, block_table(spare_slot()));
     draft_batch_->add_chain(block.data(), draft_->config().block_size, context);
     draft_batch_->upload();
-    const double ms = timed(
-        [&] { draft_->draft(*draft_batch_, depth, *target_, *draft_cache_, draft_logits_.tensor.rows(0, depth)); });
+    const double ms = timed([&] {
+      draft_->draft(*draft_batch_, depth, *target_, *draft_cache_,
+                    draft_logits_.tensor.rows(0, depth));
+    });
     if (sweep >= kWarmUp) draft_ms = std::min(draft_ms, ms);
   }
   costs_.set_verify(std::move(points));

@@ -13,7 +13,8 @@ constexpr int64_t kBlockSize = 64;
 constexpr int64_t kMaxContext = int64_t{1} << 24;
 // Rows of logits held at once.
 constexpr int64_t kLogitRows = 64;
-// Rows of features kept for a drafter that has not been asked; a request that never drafts is spared their cost.
+// Rows of features kept for a drafter that has not been asked; a request that never drafts is
+// spared their cost.
 constexpr int64_t kPendingRows = 1024;
 
 }  // namespace
@@ -23,11 +24,13 @@ Engine::Engine(const EngineOptions& options) {
                      options.max_num_seqs, "; want 1 to 1024");
   KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= 65536,
                      "prefill_chunk_size is ", options.prefill_chunk_size, "; want 1 to 65536");
-  KDT_CHECK_ARGUMENT(std::isfinite(options.latent_rms_norm_eps) && options.latent_rms_norm_eps >= 0 &&
-                         options.latent_rms_norm_eps < 1,
-                     "latent_rms_norm_eps is ", options.latent_rms_norm_eps, "; want 0 (as the checkpoint says) to 1");
-  KDT_CHECK_ARGUMENT(options.max_model_len >= 0 && options.max_model_len <= kMaxContext, "max_model_len is ",
-                     options.max_model_len, "; want 0 (the checkpoint's) to ", kMaxContext);
+  KDT_CHECK_ARGUMENT(std::isfinite(options.latent_rms_norm_eps) &&
+                         options.latent_rms_norm_eps >= 0 && options.latent_rms_norm_eps < 1,
+                     "latent_rms_norm_eps is ", options.latent_rms_norm_eps,
+                     "; want 0 (as the checkpoint says) to 1");
+  KDT_CHECK_ARGUMENT(options.max_model_len >= 0 && options.max_model_len <= kMaxContext,
+                     "max_model_len is ", options.max_model_len, "; want 0 (the checkpoint's) to ",
+                     kMaxContext);
   backend_ = make_backend(options.device, options.num_threads);
   load(options);
 
@@ -35,17 +38,20 @@ Engine::Engine(const EngineOptions& options) {
   logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, config_.vocab_size});
   token_out_ = backend_->allocate(DType::kInt32, {kLogitRows});
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
-  tree_ints_ = backend_->allocate(DType::kInt32, {6, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
+  tree_ints_ =
+      backend_->allocate(DType::kInt32, {6, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
   tree_logw_ = backend_->allocate(DType::kFloat64, {kMaxTreeBudget + 1});
   tree_counts_ = backend_->allocate(DType::kInt32, {2});
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   if (!draft_) return;
   const int64_t block = draft_->config().block_size;
-  draft_batch_ = std::make_unique<RowBatch>(*backend_, max_num_seqs_ * block, max_num_seqs_, blocks_per_slot_);
+  draft_batch_ =
+      std::make_unique<RowBatch>(*backend_, max_num_seqs_ * block, max_num_seqs_, blocks_per_slot_);
   context_batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, 1, blocks_per_slot_);
   logprobs_ = backend_->allocate(DType::kFloat32, {(block - 1) * kMaxTreeBudget});
   candidate_ids_ = backend_->allocate(DType::kInt32, {(block - 1) * kMaxTreeBudget});
-  draft_logits_ = backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), config_.vocab_size});
+  draft_logits_ =
+      backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), config_.vocab_size});
   const int64_t width = target_->features(1).dim(1);
   const int64_t pending_rows = std::max(max_rows_, std::min(kPendingRows, max_model_len_));
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
@@ -58,10 +64,13 @@ void Engine::load(const EngineOptions& options) {
   if (options.latent_rms_norm_eps > 0) config_.latent_rms_norm_eps = options.latent_rms_norm_eps;
   max_num_seqs_ = options.max_num_seqs;
   chunk_size_ = options.prefill_chunk_size;
-  max_model_len_ = options.max_model_len == 0 ? config_.max_position_embeddings : options.max_model_len;
-  KDT_CHECK_ARGUMENT(max_model_len_ <= config_.max_position_embeddings, "max_model_len is ", max_model_len_,
-                     "; the checkpoint's max_position_embeddings is ", config_.max_position_embeddings);
-  KDT_CHECK(max_model_len_ <= kMaxContext, options.model, "/config.json: max_position_embeddings is ", max_model_len_,
+  max_model_len_ =
+      options.max_model_len == 0 ? config_.max_position_embeddings : options.max_model_len;
+  KDT_CHECK_ARGUMENT(max_model_len_ <= config_.max_position_embeddings, "max_model_len is ",
+                     max_model_len_, "; the checkpoint's max_position_embeddings is ",
+                     config_.max_position_embeddings);
+  KDT_CHECK(max_model_len_ <= kMaxContext, options.model,
+            "/config.json: max_position_embeddings is ", max_model_len_,
             "; this engine takes at most ", kMaxContext, ": set max_model_len");
   max_rows_ = std::max(chunk_size_, kMaxTreeBudget + 1);
   // A tree's rows follow the committed ones, whatever their positions.
@@ -73,15 +82,17 @@ void Engine::load(const EngineOptions& options) {
   if (!options.drafter.empty()) {
     draft_config = load_draft_config(options.drafter);
     const std::string where = options.drafter + "/config.json: ";
-    KDT_CHECK(draft_config.hidden_size == config_.hidden_size, where, "hidden_size is ", draft_config.hidden_size,
-              ", the target's is ", config_.hidden_size);
-    KDT_CHECK(draft_config.vocab_size == config_.vocab_size, where, "vocab_size is ", draft_config.vocab_size,
-              ", the target's is ", config_.vocab_size);
-    KDT_CHECK(draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget, where,
-              "block_size is ", draft_config.block_size, "; this engine takes at most ", kMaxTreeDepth + 1);
+    KDT_CHECK(draft_config.hidden_size == config_.hidden_size, where, "hidden_size is ",
+              draft_config.hidden_size, ", the target's is ", config_.hidden_size);
+    KDT_CHECK(draft_config.vocab_size == config_.vocab_size, where, "vocab_size is ",
+              draft_config.vocab_size, ", the target's is ", config_.vocab_size);
+    KDT_CHECK(
+        draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget,
+        where, "block_size is ", draft_config.block_size, "; this engine takes at most ",
+        kMaxTreeDepth + 1);
     for (const int64_t layer : draft_config.target_layer_ids) {
-      KDT_CHECK(layer >= 0 && layer < config_.num_hidden_layers, where, "target_layer_ids holds ", layer,
-                ", the target has ", config_.num_hidden_layers, " layers");
+      KDT_CHECK(layer >= 0 && layer < config_.num_hidden_layers, where, "target_layer_ids holds ",
+                layer, ", the target has ", config_.num_hidden_layers, " layers");
     }
     draft_folder = std::make_unique<SafetensorsFolder>(options.drafter);
     draft_config.tensor_prefix = find_draft_prefix(*draft_folder);
@@ -89,7 +100,8 @@ void Engine::load(const EngineOptions& options) {
 
   // One bar for both: the drafter's bytes follow the target's.
   const auto target_bytes = static_cast<int64_t>(folder.total_bytes());
-  const int64_t all_bytes = target_bytes + (draft_folder ? static_cast<int64_t>(draft_folder->total_bytes()) : 0);
+  const int64_t all_bytes =
+      target_bytes + (draft_folder ? static_cast<int64_t>(draft_folder->total_bytes()) : 0);
   const auto progress_from = [&](int64_t begin) -> LoadProgress {
     if (!options.progress) return nullptr;
     return [&, begin](int64_t done, int64_t) { options.progress(begin + done, all_bytes); };
@@ -99,8 +111,9 @@ void Engine::load(const EngineOptions& options) {
   const int64_t num_blocks = (max_num_seqs_ + 1) * blocks_per_slot_;
   target_cache_ = target_->make_cache(num_blocks, kBlockSize);
   if (draft_folder) {
-    draft_ = std::make_unique<DraftModel>(*backend_, draft_config, *draft_folder, max_rows_, max_num_seqs_,
-                                          max_model_len_ + draft_config.block_size, progress_from(target_bytes));
+    draft_ = std::make_unique<DraftModel>(*backend_, draft_config, *draft_folder, max_rows_,
+                                          max_num_seqs_, max_model_len_ + draft_config.block_size,
+                                          progress_from(target_bytes));
     draft_cache_ = draft_->make_cache(num_blocks, kBlockSize);
   }
   if (options.progress) options.progress(all_bytes, all_bytes);
@@ -109,24 +122,26 @@ void Engine::load(const EngineOptions& options) {
 
 std::vector<int32_t> Engine::block_table(int64_t slot) const {
   std::vector<int32_t> blocks(blocks_per_slot_);
-  for (int64_t i = 0; i < blocks_per_slot_; ++i) blocks[i] = static_cast<int32_t>(slot * blocks_per_slot_ + i);
+  for (int64_t i = 0; i < blocks_per_slot_; ++i)
+    blocks[i] = static_cast<int32_t>(slot * blocks_per_slot_ + i);
   return blocks;
 }
 
 void Engine::check_token_ids(const char* name, const std::vector<int64_t>& token_ids) const {
   for (size_t i = 0; i < token_ids.size(); ++i) {
-    KDT_CHECK_ARGUMENT(token_ids[i] >= 0 && token_ids[i] < config_.vocab_size, name, "[", i, "] is ", token_ids[i],
-                       "; want 0 to ", config_.vocab_size - 1);
+    KDT_CHECK_ARGUMENT(token_ids[i] >= 0 && token_ids[i] < config_.vocab_size, name, "[", i,
+                       "] is ", token_ids[i], "; want 0 to ", config_.vocab_size - 1);
   }
 }
 
 Method Engine::checked_method(const RequestOptions& o) const {
   KDT_CHECK_ARGUMENT(o.max_tokens >= 0, "max_tokens is ", o.max_tokens, "; want at least 0");
-  KDT_CHECK_ARGUMENT(o.tree_budget >= 0 && o.tree_budget <= kMaxTreeBudget, "tree_budget is ", o.tree_budget,
-                     "; want 1 to ", kMaxTreeBudget, ", or 0 for automatic");
-  KDT_CHECK_ARGUMENT(o.tree_topk >= 0 && o.tree_topk <= kMaxTreeBudget, "tree_topk is ", o.tree_topk,
-                     "; want 1 to ", kMaxTreeBudget, ", or 0 for the budget");
-  KDT_CHECK_ARGUMENT(std::isfinite(o.draft_temperature) && o.draft_temperature >= 1e-3 && o.draft_temperature <= 1e3,
+  KDT_CHECK_ARGUMENT(o.tree_budget >= 0 && o.tree_budget <= kMaxTreeBudget, "tree_budget is ",
+                     o.tree_budget, "; want 1 to ", kMaxTreeBudget, ", or 0 for automatic");
+  KDT_CHECK_ARGUMENT(o.tree_topk >= 0 && o.tree_topk <= kMaxTreeBudget, "tree_topk is ",
+                     o.tree_topk, "; want 1 to ", kMaxTreeBudget, ", or 0 for the budget");
+  KDT_CHECK_ARGUMENT(std::isfinite(o.draft_temperature) && o.draft_temperature >= 1e-3 &&
+                         o.draft_temperature <= 1e3,
                      "draft_temperature is ", o.draft_temperature, "; want 0.001 to 1000");
   check_token_ids("stop_token_ids", o.stop_token_ids);
   if (o.method == "none" || (o.method.empty() && !draft_)) {
@@ -134,22 +149,25 @@ Method Engine::checked_method(const RequestOptions& o) const {
                        o.tree_budget != 0 ? "tree_budget" : "tree_topk", " is set");
     return Method::kPlain;
   }
-  KDT_CHECK_ARGUMENT(o.method.empty() || o.method == "ddtree" || o.method == "dflash", "method is '", o.method,
-                     "'; want 'none', 'dflash' or 'ddtree'");
-  KDT_CHECK_ARGUMENT(draft_ != nullptr, "method is '", o.method, "', but the engine was loaded without a drafter");
+  KDT_CHECK_ARGUMENT(o.method.empty() || o.method == "ddtree" || o.method == "dflash",
+                     "method is '", o.method, "'; want 'none', 'dflash' or 'ddtree'");
+  KDT_CHECK_ARGUMENT(draft_ != nullptr, "method is '", o.method,
+                     "', but the engine was loaded without a drafter");
   if (o.method == "dflash") {
-    KDT_CHECK_ARGUMENT(o.tree_topk <= 1, "method is 'dflash', a chain, but tree_topk is ", o.tree_topk);
+    KDT_CHECK_ARGUMENT(o.tree_topk <= 1, "method is 'dflash', a chain, but tree_topk is ",
+                       o.tree_topk);
     return Method::kChain;
   }
   return Method::kTree;
 }
 
-int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options) {
+int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids,
+                            const RequestOptions& options) {
   KDT_CHECK_ARGUMENT(!prompt_token_ids.empty(), "prompt_token_ids is empty");
   check_token_ids("prompt_token_ids", prompt_token_ids);
   const auto length = static_cast<int64_t>(prompt_token_ids.size());
-  KDT_CHECK_ARGUMENT(length <= max_model_len_, "prompt_token_ids has ", length, " tokens; max_model_len is ",
-                     max_model_len_);
+  KDT_CHECK_ARGUMENT(length <= max_model_len_, "prompt_token_ids has ", length,
+                     " tokens; max_model_len is ", max_model_len_);
   auto request = std::make_unique<Request>();
   request->method = checked_method(options);
   request->options = options;
@@ -170,7 +188,8 @@ int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids, const 
   return next_id_ - 1;
 }
 
-std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options) {
+std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_token_ids,
+                                         const RequestOptions& options) {
   const int64_t id = add_request(prompt_token_ids, options);
   std::vector<StepOutput> mine;
   while (mine.empty() || !mine.back().finished) {
@@ -183,16 +202,19 @@ std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_toke
 
 bool Engine::abort(int64_t request_id) {
   const auto same_id = [&](const auto& request) { return request->id == request_id; };
-  if (const auto found = std::find_if(waiting_.begin(), waiting_.end(), same_id); found != waiting_.end()) {
+  if (const auto found = std::find_if(waiting_.begin(), waiting_.end(), same_id);
+      found != waiting_.end()) {
     waiting_.erase(found);
     return true;
   }
-  if (const auto found = std::find_if(active_.begin(), active_.end(), same_id); found != active_.end()) {
+  if (const auto found = std::find_if(active_.begin(), active_.end(), same_id);
+      found != active_.end()) {
     free_slots_.push_back((*found)->slot);
     active_.erase(found);
     return true;
   }
-  const auto ended = std::find_if(ended_.begin(), ended_.end(), [&](const auto& o) { return o.request_id == request_id; });
+  const auto ended = std::find_if(ended_.begin(), ended_.end(),
+                                  [&](const auto& o) { return o.request_id == request_id; });
   if (ended == ended_.end()) return false;
   ended_.erase(ended);
   return true;
@@ -254,7 +276,8 @@ std::vector<int32_t> Engine::next_tokens(int64_t begin, int64_t count) {
   return tokens;
 }
 
-void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens, StepOutput& output) {
+void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens,
+                           StepOutput& output) {
   const auto has = [](const std::vector<int64_t>& ids, int32_t id) {
     return std::find(ids.begin(), ids.end(), id) != ids.end();
   };
@@ -315,7 +338,8 @@ void Engine::append_logits(int64_t num_rows, std::vector<float>& out) {
 std::vector<float> Engine::logits(const std::vector<int64_t>& token_ids) {
   check_token_ids("token_ids", token_ids);
   const auto length = static_cast<int64_t>(token_ids.size());
-  KDT_CHECK_ARGUMENT(length <= max_model_len_, "token_ids has ", length, " tokens; max_model_len is ", max_model_len_);
+  KDT_CHECK_ARGUMENT(length <= max_model_len_, "token_ids has ", length,
+                     " tokens; max_model_len is ", max_model_len_);
   const std::vector<int32_t> ids(token_ids.begin(), token_ids.end());
   std::vector<float> out;
   for (int64_t begin = 0; begin < length; begin += chunk_size_) {
@@ -330,28 +354,32 @@ std::vector<float> Engine::logits(const std::vector<int64_t>& token_ids) {
   return out;
 }
 
-std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix, const std::vector<int64_t>& tokens,
+std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix,
+                                       const std::vector<int64_t>& tokens,
                                        const std::vector<int64_t>& parents) {
   const auto prefix_len = static_cast<int64_t>(prefix.size());
   const auto slots = static_cast<int64_t>(tokens.size());
   check_token_ids("tokens", tokens);
-  KDT_CHECK_ARGUMENT(slots >= 1 && slots <= kMaxTreeBudget + 1, "tokens has ", slots, " slots; want 1 to ",
-                     kMaxTreeBudget + 1);
-  KDT_CHECK_ARGUMENT(parents.size() == tokens.size(), "parents has ", parents.size(), " slots, tokens has ", slots);
+  KDT_CHECK_ARGUMENT(slots >= 1 && slots <= kMaxTreeBudget + 1, "tokens has ", slots,
+                     " slots; want 1 to ", kMaxTreeBudget + 1);
+  KDT_CHECK_ARGUMENT(parents.size() == tokens.size(), "parents has ", parents.size(),
+                     " slots, tokens has ", slots);
   std::vector<int64_t> depths(slots);
   for (int64_t slot = 0; slot < slots; ++slot) {
     const bool fits = slot == 0 ? parents[0] == -1 : parents[slot] >= 0 && parents[slot] < slot;
     KDT_CHECK_ARGUMENT(fits, "parents[", slot, "] is ", parents[slot], "; want ",
                        slot == 0 ? "-1" : "a slot before its own");
     depths[slot] = slot == 0 ? 0 : depths[parents[slot]] + 1;
-    KDT_CHECK_ARGUMENT(prefix_len + depths[slot] < max_model_len_, "slot ", slot, " is at position ",
-                       prefix_len + depths[slot], "; max_model_len is ", max_model_len_);
+    KDT_CHECK_ARGUMENT(prefix_len + depths[slot] < max_model_len_, "slot ", slot,
+                       " is at position ", prefix_len + depths[slot], "; max_model_len is ",
+                       max_model_len_);
   }
   logits(prefix);
   batch_->clear();
   batch_->begin_sequence(prefix_len, block_table(spare_slot()));
   for (int64_t slot = 0; slot < slots; ++slot) {
-    batch_->add_row(static_cast<int32_t>(tokens[slot]), prefix_len + depths[slot], static_cast<int32_t>(parents[slot]));
+    batch_->add_row(static_cast<int32_t>(tokens[slot]), prefix_len + depths[slot],
+                    static_cast<int32_t>(parents[slot]));
   }
   batch_->upload();
   target_->forward(*batch_, *target_cache_);

@@ -19,8 +19,8 @@ struct EngineOptions {
   std::string model;    // checkpoint folder
   std::string drafter;  // checkpoint folder; "": none
   std::string device = "cpu";
-  int num_threads = 0;           // 0: one a core
-  int64_t max_model_len = 0;     // 0: the checkpoint's max_position_embeddings
+  int num_threads = 0;        // 0: one a core
+  int64_t max_model_len = 0;  // 0: the checkpoint's max_position_embeddings
   int64_t max_num_seqs = 8;
   int64_t prefill_chunk_size = 256;
   double latent_rms_norm_eps = 0;  // 0: as the checkpoint says
@@ -38,29 +38,35 @@ class Engine {
   // Throws Error for files and std::invalid_argument for options, naming the field and the value.
   explicit Engine(const EngineOptions& options);
 
-  // Returns the request's id. Throws std::invalid_argument for an empty prompt, one longer than max_model_len, an id
-  // outside the vocabulary or a bad option; then nothing has changed.
+  // Returns the request's id. Throws std::invalid_argument for an empty prompt, one longer than
+  // max_model_len, an id outside the vocabulary or a bad option; then nothing has changed.
   int64_t add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
-  // One round for every active request: a chunk of its prompt, or draft, build, verify, accept and commit.
+  // One round for every active request: a chunk of its prompt, or draft, build, verify, accept and
+  // commit.
   std::vector<StepOutput> step();
-  // Adds a request and steps until it has ended; what the rounds did for it. Others advance too, and what the rounds did
-  // for them is lost to the caller.
-  std::vector<StepOutput> generate(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
+  // Adds a request and steps until it has ended; what the rounds did for it. Others advance too,
+  // and what the rounds did for them is lost to the caller.
+  std::vector<StepOutput> generate(const std::vector<int64_t>& prompt_token_ids,
+                                   const RequestOptions& options);
   bool has_unfinished() const { return !waiting_.empty() || !active_.empty() || !ended_.empty(); }
   // Ends a request at once. False when there is none of that id.
   bool abort(int64_t request_id);
 
   // Logits [n, vocab_size] after each token. Other requests are not touched.
   std::vector<float> logits(const std::vector<int64_t>& token_ids);
-  // Logits [m, vocab_size] of every slot of a tree behind `prefix`, verified in one pass. tokens, parents [m].
-  std::vector<float> tree_logits(const std::vector<int64_t>& prefix, const std::vector<int64_t>& tokens,
+  // Logits [m, vocab_size] of every slot of a tree behind `prefix`, verified in one pass. tokens,
+  // parents [m].
+  std::vector<float> tree_logits(const std::vector<int64_t>& prefix,
+                                 const std::vector<int64_t>& tokens,
                                  const std::vector<int64_t>& parents);
 
   const ModelConfig& model_config() const { return config_; }
   const DraftConfig* draft_config() const { return draft_ ? &draft_->config() : nullptr; }
   BackendInfo backend_info() const { return backend_->info(); }
   int64_t model_bytes() const { return model_bytes_; }
-  int64_t kv_tokens_free() const { return static_cast<int64_t>(free_slots_.size()) * max_model_len_; }
+  int64_t kv_tokens_free() const {
+    return static_cast<int64_t>(free_slots_.size()) * max_model_len_;
+  }
   const EngineStats& stats() const { return stats_; }
   const CostModel& costs() const { return costs_; }
   int64_t max_model_len() const { return max_model_len_; }
@@ -86,8 +92,8 @@ class Engine {
   DraftTree build_tree(const Request& request, const Tensor& logits, int64_t max_depth);
   void verify(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs,
               std::vector<std::vector<int32_t>>& target_tokens);
-  void accept_and_commit(Request& request, StepOutput& output, const std::vector<int32_t>& target_tokens,
-                         int64_t first_row);
+  void accept_and_commit(Request& request, StepOutput& output,
+                         const std::vector<int32_t>& target_tokens, int64_t first_row);
   // Appends tokens up to the first that stops the request.
   void commit_tokens(Request& request, const std::vector<int32_t>& tokens, StepOutput& output);
   int64_t draft_depth(const Request& request) const;
@@ -101,8 +107,8 @@ class Engine {
 
   std::unique_ptr<Backend> backend_;
   ModelConfig config_;
-  int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0, blocks_per_slot_ = 0,
-          model_bytes_ = 0;
+  int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0,
+          blocks_per_slot_ = 0, model_bytes_ = 0;
   std::unique_ptr<TargetModel> target_;
   std::unique_ptr<DraftModel> draft_;
   std::unique_ptr<KvCache> target_cache_, draft_cache_;

@@ -45,9 +45,9 @@ CheckpointReport inspect_checkpoint(const std::string& folder) {
       report.bytes_by_part[part_of(name)] += static_cast<int64_t>(view.bytes);
     }
     if (report.is_drafter) report.drafter.tensor_prefix = find_draft_prefix(files);
-    const WeightFaults faults = check_weights(report.is_drafter ? draft_weight_specs(report.drafter)
-                                                                : target_weight_specs(report.model),
-                                              files);
+    const WeightFaults faults = check_weights(
+        report.is_drafter ? draft_weight_specs(report.drafter) : target_weight_specs(report.model),
+        files);
     report.faults = faults.faults;
     report.unknown = faults.unknown;
   } catch (const Error& error) {

@@ -39,7 +39,9 @@ DraftModel::DraftModel(Backend& backend, const DraftConfig& config, const Safete
   }
 
   const int64_t block_rows = max_sequences * c.block_size;
-  const auto matrix = [&](int64_t rows, int64_t width) { return backend.allocate(DType::kFloat32, {rows, width}); };
+  const auto matrix = [&](int64_t rows, int64_t width) {
+    return backend.allocate(DType::kFloat32, {rows, width});
+  };
   context_ = matrix(max_context_rows, c.hidden_size);
   context_normed_ = matrix(max_context_rows, c.hidden_size);
   kv_ = matrix(std::max(max_context_rows, block_rows), 2 * c.num_key_value_heads * c.head_dim);
@@ -56,8 +58,8 @@ DraftModel::DraftModel(Backend& backend, const DraftConfig& config, const Safete
 }
 
 std::unique_ptr<KvCache> DraftModel::make_cache(int64_t num_blocks, int64_t block_size) const {
-  return backend_.make_gqa_cache(config_.num_hidden_layers, num_blocks, block_size, config_.num_key_value_heads,
-                                 config_.head_dim);
+  return backend_.make_gqa_cache(config_.num_hidden_layers, num_blocks, block_size,
+                                 config_.num_key_value_heads, config_.head_dim);
 }
 
 void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache) {
@@ -82,7 +84,8 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
   }
 }
 
-void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache, const Tensor& logits) {
+void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
+                       const Tensor& logits) {
   const DraftConfig& c = config_;
   const int64_t rows = batch.num_rows();
   const auto eps = static_cast<float>(c.rms_norm_eps);
@@ -96,7 +99,8 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
   const Tensor activated = activated_.tensor.rows(0, rows);
 
   backend_.embed(target.embed_tokens(), batch.token_ids(), residual);
-  backend_.rms_norm({.x = residual, .weight = layers_[0].input_layernorm.tensor, .out = x, .eps = eps});
+  backend_.rms_norm(
+      {.x = residual, .weight = layers_[0].input_layernorm.tensor, .out = x, .eps = eps});
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
     const Layer& layer = layers_[l];
     backend_.linear(x, *layer.q_proj, q);
@@ -127,11 +131,13 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
     backend_.linear(x, *layer.gate_up, gate_up);
     backend_.silu_mul(gate_up, activated);
     backend_.linear(activated, *layer.down, delta);
-    const Tensor& next_norm = l + 1 < c.num_hidden_layers ? layers_[l + 1].input_layernorm.tensor : norm_.tensor;
+    const Tensor& next_norm =
+        l + 1 < c.num_hidden_layers ? layers_[l + 1].input_layernorm.tensor : norm_.tensor;
     backend_.add_rms_norm(residual, delta, next_norm, eps, x);
   }
   // Every row of a block but the first predicts a token.
-  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ", c.block_size);
+  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ",
+            c.block_size);
   std::vector<int32_t> drafted;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = row % c.block_size;

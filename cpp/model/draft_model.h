@@ -1,5 +1,5 @@
-// The drafter: a DFlash block-diffusion model (Qwen3-style layers) that proposes a distribution for every position of a
-// block at once. It borrows the target's embedding and head.
+// The drafter: a DFlash block-diffusion model (Qwen3-style layers) that proposes a distribution for
+// every position of a block at once. It borrows the target's embedding and head.
 #pragma once
 
 #include <memory>
@@ -16,19 +16,21 @@ namespace kdt {
 class DraftModel {
  public:
   // `max_context_rows`: most rows of one extend_context; `max_sequences`: most blocks of one draft.
-  DraftModel(Backend& backend, const DraftConfig& config, const SafetensorsFolder& folder, int64_t max_context_rows,
-             int64_t max_sequences, int64_t max_positions, const LoadProgress& progress);
+  DraftModel(Backend& backend, const DraftConfig& config, const SafetensorsFolder& folder,
+             int64_t max_context_rows, int64_t max_sequences, int64_t max_positions,
+             const LoadProgress& progress);
 
   std::unique_ptr<KvCache> make_cache(int64_t num_blocks, int64_t block_size) const;
 
-  // Appends keys and values of committed tokens to the cache. features [n, taps * hidden_size]; `batch` holds the rows'
-  // positions and, as prefix_len, how many rows are cached before them.
+  // Appends keys and values of committed tokens to the cache. features [n, taps * hidden_size];
+  // `batch` holds the rows' positions and, as prefix_len, how many rows are cached before them.
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
-  // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens) over the cached context.
-  // logits [sequences * depth, vocab_size]: row j of a sequence is for the position j + 1 past its root; depth is 1 to
-  // block_size - 1.
-  void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache, const Tensor& logits);
+  // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens)
+  // over the cached context. logits [sequences * depth, vocab_size]: row j of a sequence is for the
+  // position j + 1 past its root; depth is 1 to block_size - 1.
+  void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
+             const Tensor& logits);
 
   const DraftConfig& config() const { return config_; }
 
@@ -45,8 +47,8 @@ class DraftModel {
   std::unique_ptr<LinearWeight> fc_;
   std::vector<Layer> layers_;
   // Activations, [rows, ...].
-  Buffer context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_, activated_, drafted_rows_,
-      drafted_;
+  Buffer context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_, activated_,
+      drafted_rows_, drafted_;
 };
 
 }  // namespace kdt

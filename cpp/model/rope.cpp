@@ -18,13 +18,15 @@ double yarn_softmax_factor(const RopeConfig& config) {
   return mscale * mscale;
 }
 
-// Yarn (Peng et al. 2023, section 3): frequencies that turn more than beta_fast times over the original context stay,
-// those that turn less than beta_slow times are divided by the factor, with a linear ramp between.
+// Yarn (Peng et al. 2023, section 3): frequencies that turn more than beta_fast times over the
+// original context stay, those that turn less than beta_slow times are divided by the factor, with
+// a linear ramp between.
 std::vector<float> rope_table(const RopeConfig& config, int64_t rotary_dim, int64_t positions) {
   const int64_t half = rotary_dim / 2;
   const auto dim = static_cast<double>(rotary_dim);
   std::vector<double> inverse(half);
-  for (int64_t i = 0; i < half; ++i) inverse[i] = std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / dim);
+  for (int64_t i = 0; i < half; ++i)
+    inverse[i] = std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / dim);
   double multiplier = 1.0;
   if (config.yarn) {
     const auto original = static_cast<double>(config.original_max_position_embeddings);
@@ -38,7 +40,8 @@ std::vector<float> rope_table(const RopeConfig& config, int64_t rotary_dim, int6
       const double ramp = std::clamp((static_cast<double>(i) - low) / span, 0.0, 1.0);
       inverse[i] *= 1.0 - ramp + ramp / config.factor;
     }
-    multiplier = yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim);
+    multiplier = yarn_mscale(config.factor, config.mscale) /
+                 yarn_mscale(config.factor, config.mscale_all_dim);
   }
   std::vector<float> table(positions * rotary_dim);
   for (int64_t p = 0; p < positions; ++p) {

@@ -5,7 +5,10 @@
 namespace kdt {
 
 RowBatch::RowBatch(Backend& backend, int64_t max_rows, int64_t max_sequences, int64_t max_blocks)
-    : backend_(backend), max_rows_(max_rows), max_sequences_(max_sequences), max_blocks_(max_blocks) {
+    : backend_(backend),
+      max_rows_(max_rows),
+      max_sequences_(max_sequences),
+      max_blocks_(max_blocks) {
   device_ids_ = backend.allocate(DType::kInt32, {max_rows});
   device_positions_ = backend.allocate(DType::kInt32, {max_rows});
   device_parents_ = backend.allocate(DType::kInt32, {max_rows});
@@ -16,13 +19,14 @@ RowBatch::RowBatch(Backend& backend, int64_t max_rows, int64_t max_sequences, in
 }
 
 void RowBatch::clear() {
-  for (auto* list : {&token_ids_, &positions_, &parents_, &prefix_len_, &block_table_}) list->clear();
+  for (auto* list : {&token_ids_, &positions_, &parents_, &prefix_len_, &block_table_})
+    list->clear();
   row_begin_.assign(1, 0);
 }
 
 void RowBatch::begin_sequence(int64_t prefix_len, const std::vector<int32_t>& block_table) {
-  KDT_CHECK(static_cast<int64_t>(prefix_len_.size()) < max_sequences_, "batch: more than ", max_sequences_,
-            " sequences");
+  KDT_CHECK(static_cast<int64_t>(prefix_len_.size()) < max_sequences_, "batch: more than ",
+            max_sequences_, " sequences");
   KDT_CHECK(static_cast<int64_t>(block_table.size()) <= max_blocks_, "batch: ", block_table.size(),
             " blocks, at most ", max_blocks_);
   prefix_len_.push_back(static_cast<int32_t>(prefix_len));

@@ -27,13 +27,14 @@ std::vector<uint16_t> as_bf16(const std::vector<float>& values) {
 
 }  // namespace
 
-TargetModel::TargetModel(Backend& backend, const ModelConfig& config, const SafetensorsFolder& folder,
-                         int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers,
-                         const LoadProgress& progress)
+TargetModel::TargetModel(Backend& backend, const ModelConfig& config,
+                         const SafetensorsFolder& folder, int64_t max_rows, int64_t max_positions,
+                         std::vector<int64_t> tap_layers, const LoadProgress& progress)
     : backend_(backend), config_(config), tap_layers_(std::move(tap_layers)) {
   const ModelConfig& c = config_;
   const int64_t head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim;
-  softmax_scale_ = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.5) * yarn_softmax_factor(c.rope));
+  softmax_scale_ = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.5) *
+                                      yarn_softmax_factor(c.rope));
   WeightReader reader(folder, target_weight_specs(c), backend, progress);
 
   const std::vector<float> table = rope_table(c.rope, c.qk_rope_head_dim, max_positions);
@@ -44,15 +45,19 @@ TargetModel::TargetModel(Backend& backend, const ModelConfig& config, const Safe
   const std::string& p = c.tensor_prefix;
   embed_tokens_ = reader.table(p + "embed_tokens");
   norm_ = reader.vector(p + "norm.weight");
-  lm_head_ = reader.linear(
-      {c.tie_word_embeddings ? p + "embed_tokens" : c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))});
+  lm_head_ =
+      reader.linear({c.tie_word_embeddings ? p + "embed_tokens"
+                                           : c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))});
   layers_.resize(c.num_hidden_layers);
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) load_layer(reader, l);
 
-  const auto rows = [&](int64_t width) { return backend.allocate(DType::kFloat32, {max_rows, width}); };
+  const auto rows = [&](int64_t width) {
+    return backend.allocate(DType::kFloat32, {max_rows, width});
+  };
   const int64_t heads = c.num_attention_heads, rope_dim = c.qk_rope_head_dim;
-  const int64_t widest_mlp = std::max(
-      c.intermediate_size, c.n_routed_experts > 0 ? c.moe_intermediate_size * c.n_shared_experts : int64_t{0});
+  const int64_t widest_mlp =
+      std::max(c.intermediate_size,
+               c.n_routed_experts > 0 ? c.moe_intermediate_size * c.n_shared_experts : int64_t{0});
   residual_ = rows(c.hidden_size);
   hidden_ = rows(c.hidden_size);
   delta_ = rows(c.hidden_size);
@@ -73,7 +78,8 @@ TargetModel::TargetModel(Backend& backend, const ModelConfig& config, const Safe
   features_ = rows(std::max<int64_t>(1, static_cast<int64_t>(tap_layers_.size()) * c.hidden_size));
 }
 
-std::unique_ptr<TargetModel::Mlp> TargetModel::load_mlp(WeightReader& reader, const std::string& name,
+std::unique_ptr<TargetModel::Mlp> TargetModel::load_mlp(WeightReader& reader,
+                                                        const std::string& name,
                                                         int64_t intermediate_size) {
   auto mlp = std::make_unique<Mlp>();
   mlp->gate_up = reader.linear({name + ".gate_proj", name + ".up_proj"});
@@ -99,11 +105,12 @@ void TargetModel::load_layer(WeightReader& reader, int64_t index) {
   }
   layer.o_proj = reader.linear({attention + "o_proj"});
 
-  // kv_b holds, head by head, W_UK [nope, rank] and W_UV [v, rank]. Absorbed attention applies W_UK's transpose to the
-  // query and W_UV to the weighted latent (DeepSeek-V2, section 2.1).
+  // kv_b holds, head by head, W_UK [nope, rank] and W_UV [v, rank]. Absorbed attention applies
+  // W_UK's transpose to the query and W_UV to the weighted latent (DeepSeek-V2, section 2.1).
   const DType dtype = reader.matrix(attention + "kv_b_proj").dtype;
   const std::vector<float> values = reader.values(attention + "kv_b_proj");
-  const int64_t nope = c.qk_nope_head_dim, v = c.v_head_dim, rank = c.kv_lora_rank, heads = c.num_attention_heads;
+  const int64_t nope = c.qk_nope_head_dim, v = c.v_head_dim, rank = c.kv_lora_rank,
+                heads = c.num_attention_heads;
   std::vector<float> w_uk(heads * rank * nope), w_uv(heads * v * rank);
   for (int64_t h = 0; h < heads; ++h) {
     const float* head = values.data() + h * (nope + v) * rank;
@@ -112,7 +119,8 @@ void TargetModel::load_layer(WeightReader& reader, int64_t index) {
     std::memcpy(w_uv.data() + h * v * rank, head + nope * rank, v * rank * sizeof(float));
   }
   const auto prepare_heads = [&](const std::vector<float>& all, int64_t out, int64_t in) {
-    const std::vector<uint16_t> bits = dtype == DType::kBFloat16 ? as_bf16(all) : std::vector<uint16_t>();
+    const std::vector<uint16_t> bits =
+        dtype == DType::kBFloat16 ? as_bf16(all) : std::vector<uint16_t>();
     std::vector<HostMatrix> matrices;
     for (int64_t h = 0; h < heads; ++h) {
       HostMatrix matrix = host_f32(all, out, in, h * out * in);
@@ -143,17 +151,19 @@ void TargetModel::load_layer(WeightReader& reader, int64_t index) {
   }
   layer.experts = backend_.prepare_experts(experts);
   if (c.n_shared_experts > 0) {
-    layer.shared = load_mlp(reader, mlp + ".shared_experts", c.moe_intermediate_size * c.n_shared_experts);
+    layer.shared =
+        load_mlp(reader, mlp + ".shared_experts", c.moe_intermediate_size * c.n_shared_experts);
   }
 }
 
 std::unique_ptr<KvCache> TargetModel::make_cache(int64_t num_blocks, int64_t block_size) const {
-  return backend_.make_mla_cache(config_.num_hidden_layers, num_blocks, block_size, config_.kv_lora_rank,
-                                 config_.qk_rope_head_dim);
+  return backend_.make_mla_cache(config_.num_hidden_layers, num_blocks, block_size,
+                                 config_.kv_lora_rank, config_.qk_rope_head_dim);
 }
 
 // Leaves the sublayer's output in delta_.
-void TargetModel::attention(const Layer& layer, int64_t index, const RowBatch& batch, KvCache& cache) {
+void TargetModel::attention(const Layer& layer, int64_t index, const RowBatch& batch,
+                            KvCache& cache) {
   const int64_t rows = batch.num_rows();
   const auto latent_eps = static_cast<float>(config_.latent_rms_norm_eps);
   const Tensor qkv_a = qkv_a_.tensor.rows(0, rows);
@@ -175,7 +185,8 @@ void TargetModel::attention(const Layer& layer, int64_t index, const RowBatch& b
                       .rows = batch.rows()});
   if (layer.q_b) {
     const Tensor q_a = q_a_.tensor.rows(0, rows);
-    backend_.rms_norm({.x = qkv_a, .weight = layer.q_a_layernorm.tensor, .out = q_a, .eps = latent_eps});
+    backend_.rms_norm(
+        {.x = qkv_a, .weight = layer.q_a_layernorm.tensor, .out = q_a, .eps = latent_eps});
     backend_.linear(q_a, *layer.q_b, q);
   } else {
     backend_.copy_columns(qkv_a, 0, q.view({rows, kv_column}), 0, kv_column);
@@ -231,7 +242,8 @@ void TargetModel::forward(const RowBatch& batch, KvCache& cache) {
   const Tensor x = hidden(rows);
   const Tensor delta = delta_.tensor.rows(0, rows);
   backend_.embed(embed_tokens_.tensor, batch.token_ids(), residual);
-  backend_.rms_norm({.x = residual, .weight = layers_[0].input_layernorm.tensor, .out = x, .eps = eps});
+  backend_.rms_norm(
+      {.x = residual, .weight = layers_[0].input_layernorm.tensor, .out = x, .eps = eps});
   for (int64_t l = 0; l < config_.num_hidden_layers; ++l) {
     const Layer& layer = layers_[l];
     attention(layer, l, batch, cache);
@@ -243,8 +255,8 @@ void TargetModel::forward(const RowBatch& batch, KvCache& cache) {
     backend_.add_rms_norm(residual, delta, next_norm, eps, x);
     for (size_t tap = 0; tap < tap_layers_.size(); ++tap) {
       if (tap_layers_[tap] == l) {
-        backend_.copy_columns(residual, 0, features(rows), static_cast<int64_t>(tap) * config_.hidden_size,
-                              config_.hidden_size);
+        backend_.copy_columns(residual, 0, features(rows),
+                              static_cast<int64_t>(tap) * config_.hidden_size, config_.hidden_size);
       }
     }
   }

@@ -1,4 +1,5 @@
-// The target: a DeepSeek-V3 decoder (MLA, sigmoid-routed experts), written once over the back end's ops.
+// The target: a DeepSeek-V3 decoder (MLA, sigmoid-routed experts), written once over the back end's
+// ops.
 #pragma once
 
 #include <memory>
@@ -13,15 +14,16 @@ namespace kdt {
 
 class TargetModel {
  public:
-  // `max_rows`: most rows of a forward pass; `max_positions`: positions the rope table covers; `tap_layers`: layers whose
-  // outputs a drafter wants, in its order.
-  TargetModel(Backend& backend, const ModelConfig& config, const SafetensorsFolder& folder, int64_t max_rows,
-              int64_t max_positions, std::vector<int64_t> tap_layers, const LoadProgress& progress);
+  // `max_rows`: most rows of a forward pass; `max_positions`: positions the rope table covers;
+  // `tap_layers`: layers whose outputs a drafter wants, in its order.
+  TargetModel(Backend& backend, const ModelConfig& config, const SafetensorsFolder& folder,
+              int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers,
+              const LoadProgress& progress);
 
   std::unique_ptr<KvCache> make_cache(int64_t num_blocks, int64_t block_size) const;
 
-  // Runs all layers over the batch's rows and stores their cache rows. Leaves the normalised hidden state in hidden() and
-  // the taps in features().
+  // Runs all layers over the batch's rows and stores their cache rows. Leaves the normalised hidden
+  // state in hidden() and the taps in features().
   void forward(const RowBatch& batch, KvCache& cache);
   Tensor hidden(int64_t num_rows) const { return hidden_.tensor.rows(0, num_rows); }
   // [num_rows, taps * hidden_size]: the residual stream after each tap layer, side by side.
@@ -49,7 +51,8 @@ class TargetModel {
   };
 
   void load_layer(WeightReader& reader, int64_t index);
-  std::unique_ptr<Mlp> load_mlp(WeightReader& reader, const std::string& name, int64_t intermediate_size);
+  std::unique_ptr<Mlp> load_mlp(WeightReader& reader, const std::string& name,
+                                int64_t intermediate_size);
   void attention(const Layer& layer, int64_t index, const RowBatch& batch, KvCache& cache);
   void run_mlp(const Mlp& mlp, const Tensor& x, const Tensor& out);
   void run_experts(const Layer& layer, const Tensor& x, const Tensor& out);
@@ -63,8 +66,8 @@ class TargetModel {
   std::unique_ptr<LinearWeight> lm_head_;
   std::vector<Layer> layers_;
   // Activations, [max_rows, ...].
-  Buffer residual_, hidden_, delta_, qkv_a_, q_a_, q_, query_, latent_, heads_, gate_up_, activated_, router_logits_,
-      expert_ids_, expert_weights_, features_;
+  Buffer residual_, hidden_, delta_, qkv_a_, q_a_, q_, query_, latent_, heads_, gate_up_,
+      activated_, router_logits_, expert_ids_, expert_weights_, features_;
 };
 
 }  // namespace kdt

@@ -13,11 +13,12 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 }
 
 // Empty when the tensor is as asked.
-std::string fault_of(const SafetensorsFolder& folder, const std::string& name, const std::vector<int64_t>& shape,
-                     const std::set<std::string>& dtypes) {
+std::string fault_of(const SafetensorsFolder& folder, const std::string& name,
+                     const std::vector<int64_t>& shape, const std::set<std::string>& dtypes) {
   const SafetensorsView* view = folder.find(name);
   if (view == nullptr) return name + ": missing";
-  if (view->shape != shape) return name + ": shape " + shape_text(view->shape) + ", want " + shape_text(shape);
+  if (view->shape != shape)
+    return name + ": shape " + shape_text(view->shape) + ", want " + shape_text(shape);
   if (!dtypes.contains(view->dtype)) {
     std::string wanted;
     for (const std::string& dtype : dtypes) wanted += (wanted.empty() ? "" : " or ") + dtype;
@@ -33,7 +34,8 @@ bool is_known_extra(const std::string& name) {
   return false;
 }
 
-void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size, int64_t intermediate_size) {
+void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size,
+             int64_t intermediate_size) {
   using Kind = WeightSpec::Kind;
   specs[name + ".gate_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
   specs[name + ".up_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
@@ -59,7 +61,9 @@ WeightSpecs target_weight_specs(const ModelConfig& c) {
   const std::string& p = c.tensor_prefix;
   specs[p + "embed_tokens"] = {Kind::kTable, c.vocab_size, c.hidden_size};
   specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
-  if (!c.tie_word_embeddings) specs[c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))] = {Kind::kMatrix, c.vocab_size, c.hidden_size};
+  if (!c.tie_word_embeddings)
+    specs[c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))] = {Kind::kMatrix, c.vocab_size,
+                                                                  c.hidden_size};
   const int64_t q_out = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim);
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
     const std::string layer = p + "layers." + std::to_string(l) + ".";
@@ -73,12 +77,14 @@ WeightSpecs target_weight_specs(const ModelConfig& c) {
     } else {
       specs[attention + "q_proj"] = {Kind::kMatrix, q_out, c.hidden_size};
     }
-    specs[attention + "kv_a_proj_with_mqa"] = {Kind::kMatrix, c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size};
+    specs[attention + "kv_a_proj_with_mqa"] = {Kind::kMatrix, c.kv_lora_rank + c.qk_rope_head_dim,
+                                               c.hidden_size};
     specs[attention + "kv_a_layernorm.weight"] = {Kind::kVector, c.kv_lora_rank};
     // Read by rows, because its halves serve on both sides of the attention.
-    specs[attention + "kv_b_proj"] = {Kind::kTable, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
-                                      c.kv_lora_rank};
-    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size, c.num_attention_heads * c.v_head_dim};
+    specs[attention + "kv_b_proj"] = {
+        Kind::kTable, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank};
+    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size,
+                                   c.num_attention_heads * c.v_head_dim};
     const std::string mlp = layer + "mlp";
     if (!c.is_moe_layer(l)) {
       add_mlp(specs, mlp, c.hidden_size, c.intermediate_size);
@@ -90,7 +96,8 @@ WeightSpecs target_weight_specs(const ModelConfig& c) {
       add_mlp(specs, mlp + ".experts." + std::to_string(e), c.hidden_size, c.moe_intermediate_size);
     }
     if (c.n_shared_experts > 0) {
-      add_mlp(specs, mlp + ".shared_experts", c.hidden_size, c.moe_intermediate_size * c.n_shared_experts);
+      add_mlp(specs, mlp + ".shared_experts", c.hidden_size,
+              c.moe_intermediate_size * c.n_shared_experts);
     }
   }
   return specs;
@@ -100,7 +107,8 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
   using Kind = WeightSpec::Kind;
   WeightSpecs specs;
   const std::string& p = c.tensor_prefix;
-  specs[p + "fc"] = {Kind::kMatrix, c.hidden_size, c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size())};
+  specs[p + "fc"] = {Kind::kMatrix, c.hidden_size,
+                     c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size())};
   specs[p + "hidden_norm.weight"] = {Kind::kVector, c.hidden_size};
   specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
@@ -108,10 +116,14 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
     const std::string attention = layer + "self_attn.";
     specs[layer + "input_layernorm.weight"] = {Kind::kVector, c.hidden_size};
     specs[layer + "post_attention_layernorm.weight"] = {Kind::kVector, c.hidden_size};
-    specs[attention + "q_proj"] = {Kind::kMatrix, c.num_attention_heads * c.head_dim, c.hidden_size};
-    specs[attention + "k_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim, c.hidden_size};
-    specs[attention + "v_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim, c.hidden_size};
-    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size, c.num_attention_heads * c.head_dim};
+    specs[attention + "q_proj"] = {Kind::kMatrix, c.num_attention_heads * c.head_dim,
+                                   c.hidden_size};
+    specs[attention + "k_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim,
+                                   c.hidden_size};
+    specs[attention + "v_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim,
+                                   c.hidden_size};
+    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size,
+                                   c.num_attention_heads * c.head_dim};
     specs[attention + "q_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "k_norm.weight"] = {Kind::kVector, c.head_dim};
     add_mlp(specs, layer + "mlp", c.hidden_size, c.intermediate_size);
@@ -120,7 +132,8 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
 }
 
 std::string find_draft_prefix(const SafetensorsFolder& folder) {
-  const bool prefixed = folder.find("fc.weight") == nullptr && folder.find("model.fc.weight") != nullptr;
+  const bool prefixed =
+      folder.find("fc.weight") == nullptr && folder.find("model.fc.weight") != nullptr;
   return prefixed ? "model." : "";
 }
 
@@ -141,8 +154,10 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
       want(name + ".weight", {spec.out, spec.in}, floats);
     } else if (spec.kind == WeightSpec::Kind::kTable || spec.in % 32 != 0) {
       known.insert(name + ".weight_packed");
-      result.faults.push_back(name + ".weight_packed: this module cannot be int4" +
-                              (spec.in % 32 != 0 ? ", its " + std::to_string(spec.in) + " inputs are no multiple of 32" : ""));
+      result.faults.push_back(
+          name + ".weight_packed: this module cannot be int4" +
+          (spec.in % 32 != 0 ? ", its " + std::to_string(spec.in) + " inputs are no multiple of 32"
+                             : ""));
     } else {
       want(name + ".weight_packed", {spec.out, spec.in / 8}, {"I32"});
       want(name + ".weight_scale", {spec.out, spec.in / 32}, {"BF16"});
@@ -161,8 +176,10 @@ WeightReader::WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, B
   const WeightFaults faults = check_weights(specs_, folder_);
   if (faults.faults.empty()) return;
   std::string text;
-  for (size_t i = 0; i < faults.faults.size() && i < 5; ++i) text += (i ? "; " : "") + faults.faults[i];
-  throw Error(join(folder_.folder(), ": ", faults.faults.size(), " tensors are not as config.json asks: ", text,
+  for (size_t i = 0; i < faults.faults.size() && i < 5; ++i)
+    text += (i ? "; " : "") + faults.faults[i];
+  throw Error(join(folder_.folder(), ": ", faults.faults.size(),
+                   " tensors are not as config.json asks: ", text,
                    faults.faults.size() > 5 ? "; ..." : ""));
 }
 

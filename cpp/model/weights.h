@@ -33,7 +33,8 @@ WeightSpecs draft_weight_specs(const DraftConfig& config);
 std::string find_draft_prefix(const SafetensorsFolder& folder);
 
 struct WeightFaults {
-  std::vector<std::string> faults;   // missing tensors, wrong shapes and dtypes; each names the tensor and the values
+  std::vector<std::string>
+      faults;  // missing tensors, wrong shapes and dtypes; each names the tensor and the values
   std::vector<std::string> unknown;  // tensors outside the contract that are no known extra
 };
 
@@ -46,7 +47,8 @@ using LoadProgress = std::function<void(int64_t done, int64_t total)>;
 class WeightReader {
  public:
   // Throws Error with the first faults when the folder breaks the contract.
-  WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend, LoadProgress progress);
+  WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
+               LoadProgress progress);
 
   HostMatrix matrix(const std::string& name);
   std::unique_ptr<LinearWeight> linear(const std::vector<std::string>& stacked);

@@ -65,9 +65,10 @@ class StepOutput:
 class Engine:
     """A loaded model with its drafter, and the requests it is working on.
 
-    `model` and `drafter` are checkpoint folders. Raises RuntimeError for files that are missing, malformed
-    or not supported and ValueError for bad arguments, each naming the field and the value.
-    `progress(done_bytes, total_bytes)` is called while weights load.
+    `model` and `drafter` are checkpoint folders. Raises RuntimeError for files that are missing,
+    malformed or not supported and ValueError for bad arguments, each naming the field and the
+    value. `progress(done_bytes, total_bytes)` is called while weights load. Not for use by several
+    threads at once.
     """
 
     def __init__(
@@ -84,11 +85,20 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
     def add_request(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> int:
-        """Queues a request and returns its id. ValueError: empty prompt, id out of range, no room, bad option."""
+        """Queues a request and returns its id.
+
+        ValueError for an empty prompt, one longer than max_model_len, an id outside the vocabulary
+        or a bad option; then nothing has changed.
+        """
     def step(self) -> list[StepOutput]:
-        """One round for each active request (a prefill chunk or draft, build, verify, accept, commit)."""
-    def generate(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> list[StepOutput]:
-        """Adds one request and steps until it ends; the outputs of its rounds. Other requests advance too."""
+        """One round for each active request: a prefill chunk, or draft to commit."""
+    def generate(
+        self, prompt_token_ids: Sequence[int], options: RequestOptions
+    ) -> list[StepOutput]:
+        """Adds a request and steps until it ends; the outputs of its rounds.
+
+        Other requests advance too, and what these rounds did for them is lost to the caller.
+        """
     def has_unfinished(self) -> bool: ...
     def abort(self, request_id: int) -> bool:
         """Ends a request at once; False when there is none of that id."""
@@ -97,42 +107,60 @@ class Engine:
     def tree_logits(
         self, prefix_token_ids: Sequence[int], tokens: npt.ArrayLike, parents: npt.ArrayLike
     ) -> F32:
-        """float32 logits [m, vocab_size] of each slot of a tree verified in one pass behind the prefix.
+        """float32 logits [m, vocab_size] of each slot of a tree verified in one pass.
 
-        `tokens` [m] (slot 0 is the root and follows the prefix), `parents` [m] (-1 for the root)."""
+        `tokens` [m] (slot 0 is the root and follows the prefix), `parents` [m] (-1 for the root).
+        """
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: target_forwards, draft_forwards, generated_tokens, prefill_tokens,
-        seconds by stage (draft_ms, build_ms, verify_ms, commit_ms, prefill_ms), active and waiting requests,
-        kv_tokens_free, verify_cost (list of (num_tokens, ms)), draft_cost_ms, model_bytes, num_threads, isa."""
+        """Counters since the start.
+
+        target_forwards, draft_forwards, generated_tokens, prefill_tokens; milliseconds by stage
+        (prefill_ms, draft_ms, build_ms, verify_ms, commit_ms); active_requests, waiting_requests,
+        kv_tokens_free; verify_cost (list of (rows, ms)) and draft_cost_ms once an automatic budget
+        was asked for; model_bytes, device, isa, num_threads.
+        """
     def config(self) -> dict[str, Any]:
-        """model: vocab_size, hidden_size, num_hidden_layers, max_position_embeddings, eos_token_ids, ...;
-        drafter: None or block_size, mask_token_id, target_layer_ids, ...; max_model_len."""
+        """`model` and `drafter` (None without one), by the checkpoints' keys; max_model_len."""
 
 def build_tree(logprobs: F32, token_ids: I32, budget: int) -> dict[str, Any]:
-    """The DDTree of one request ([L, K] inputs, sorted by descending log-probability): a dict with the arrays of `Tree`."""
+    """The DDTree of [L, K] candidates, each row descending: a dict with the arrays of `Tree`."""
 
-def accept_tree(tokens: I32, first_child: I32, next_sibling: I32, target_tokens: I32) -> tuple[I32, int]:
+def accept_tree(
+    tokens: I32, first_child: I32, next_sibling: I32, target_tokens: I32
+) -> tuple[I32, int]:
     """Greedy walk: accepted slots (root first) and the bonus token."""
 
 def inspect_checkpoint(folder: str) -> dict[str, Any]:
-    """Config and tensors of a checkpoint folder from its headers, with the faults found; loads no weights."""
+    """Config, tensors and faults of a checkpoint folder, from its headers; loads no weights."""
 
 def measure_cpu(num_threads: int = 0, cache_bytes: int = 16 << 20) -> dict[str, Any]:
-    """Ceilings of this CPU: isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (`cache_bytes` read over and
-    over)."""
+    """Ceilings of this CPU, measured in about a second.
 
-# Every op of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).
+    isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (`cache_bytes` again and again).
+    """
+
+# Ops of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).
 def op_rms_norm(x: F32, weight: F32, eps: float) -> F32: ...
 def op_linear(x: F32, weight: npt.NDArray[Any], scale: npt.NDArray[Any] | None = None) -> F32:
-    """x [T, K] times weight [N, K]: float32, bf16 as uint16 bits, or int4 as int32 [N, K/8] with scale bf16 bits [N, K/32]."""
+    """x [T, K] times weight [N, K]: float32, or bf16 as uint16 bits.
+
+    For int4 the weight is int32 [N, K / 8] and `scale` bf16 bits [N, K / 32].
+    """
+
 def op_topk_logprobs(logits: F32, k: int, temperature: float = 1.0) -> tuple[F32, I32]: ...
 def op_argmax(logits: F32) -> I32: ...
 def op_silu_mul(gate_up: F32) -> F32: ...
 def op_moe_route(
-    logits: F32, bias: F32, top_k: int, n_group: int, topk_group: int, norm_topk_prob: bool, scale: float
+    logits: F32,
+    bias: F32,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scale: float,
 ) -> tuple[I32, F32]: ...
 def op_moe_experts(x: F32, ids: I32, weights: F32, gate: F32, up: F32, down: F32) -> F32:
-    """Weighted sum of experts: x [T, H], ids and weights [T, k], gate and up [E, I, H], down [E, H, I]."""
+    """Sum over experts: x [T, H], ids, weights [T, k], gate, up [E, I, H], down [E, H, I]."""
 
 def op_mla_attention(
     q: F32,
@@ -146,8 +174,11 @@ def op_mla_attention(
     prefix_len: int,
     scale: float,
 ) -> F32:
-    """The three ops of absorbed MLA on one sequence: q [T, heads, nope + rope]; kv [prefix_len + T, rank + rope] before
-    norm and rotation; w_uk [heads, rank, nope]; cos_sin [positions, rope]; parents [T]. Returns [T, heads, rank]."""
+    """The three ops of absorbed MLA on one sequence; returns [T, heads, rank].
+
+    q [T, heads, nope + rope]; kv [prefix_len + T, rank + rope] before norm and rotation;
+    w_uk [heads, rank, nope]; cos_sin [positions, rope]; parents [T].
+    """
 
 def op_gqa_attention(
     q: F32,
@@ -162,5 +193,7 @@ def op_gqa_attention(
     window: int,
     scale: float,
 ) -> F32:
-    """A drafter block's attention: q [T, heads, d]; k, v [context_len + T, kv_heads, d], all before norm and rotation
-    (half-split). Returns [T, heads, d]."""
+    """A drafter block's attention; returns [T, heads, d].
+
+    q [T, heads, d]; k, v [context_len + T, kv_heads, d], before norm and rotation (half-split).
+    """

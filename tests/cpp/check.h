@@ -1,5 +1,5 @@
-// The test harness: KDT_TEST registers a case, EXPECT records a failure, run_tests prints the closing line.
-// A program is one test file; each has `KDT_TEST_MAIN` at its end.
+// The test harness: KDT_TEST registers a case, EXPECT records a failure, run_tests prints the
+// closing line. A program is one test file; each has `KDT_TEST_MAIN` at its end.
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,8 @@ void expect_equal(const char* file, int line, const char* text, const A& a, cons
 }
 
 // NaN on either side fails.
-inline void expect_near(const char* file, int line, const char* text, double a, double b, double tolerance) {
+inline void expect_near(const char* file, int line, const char* text, double a, double b,
+                        double tolerance) {
   if (std::fabs(a - b) <= tolerance) return;
   std::ostringstream out;
   out << text << ": " << a << " and " << b << " differ by more than " << tolerance;
