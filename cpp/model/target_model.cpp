@@ -107,7 +107,7 @@ void TargetModel::load_layer(WeightReader& reader, int64_t index) {
 
   // kv_b holds, head by head, W_UK [nope, rank] and W_UV [v, rank]. Absorbed attention applies
   // W_UK's transpose to the query and W_UV to the weighted latent (DeepSeek-V2, section 2.1).
-  const DType dtype = reader.matrix(attention + "kv_b_proj").dtype;
+  const DType dtype = reader.dtype(attention + "kv_b_proj");
   const std::vector<float> values = reader.values(attention + "kv_b_proj");
   const int64_t nope = c.qk_nope_head_dim, v = c.v_head_dim, rank = c.kv_lora_rank,
                 heads = c.num_attention_heads;
@@ -150,6 +150,7 @@ void TargetModel::load_layer(WeightReader& reader, int64_t index) {
                        .down = reader.matrix(expert + ".down_proj")});
   }
   layer.experts = backend_.prepare_experts(experts);
+  reader.release();
   if (c.n_shared_experts > 0) {
     layer.shared =
         load_mlp(reader, mlp + ".shared_experts", c.moe_intermediate_size * c.n_shared_experts);

@@ -42,15 +42,18 @@ void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size,
   specs[name + ".down_proj"] = {Kind::kMatrix, hidden_size, intermediate_size};
 }
 
-float element(const SafetensorsView& view, int64_t index) {
-  if (view.dtype == "BF16") {
-    uint16_t bits;
-    std::memcpy(&bits, view.data + index * 2, sizeof(bits));
-    return bf16_to_float(bits);
+std::vector<float> to_floats(const std::vector<uint8_t>& bytes, const std::string& dtype) {
+  std::vector<float> values(bytes.size() / (dtype == "BF16" ? 2 : 4));
+  if (dtype != "BF16") {
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    return values;
   }
-  float value;
-  std::memcpy(&value, view.data + index * 4, sizeof(value));
-  return value;
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, sizeof(bits));
+    values[i] = bf16_to_float(bits);
+  }
+  return values;
 }
 
 }  // namespace
@@ -189,27 +192,34 @@ const WeightSpec& WeightReader::spec(const std::string& name) const {
   return found->second;
 }
 
-void WeightReader::advance(int64_t bytes) {
-  done_bytes_ += bytes;
+std::vector<uint8_t> WeightReader::read(const SafetensorsView& view) {
+  std::vector<uint8_t> bytes(view.bytes);
+  folder_.read(view, bytes.data());
+  done_bytes_ += static_cast<int64_t>(view.bytes);
   if (progress_) progress_(done_bytes_, static_cast<int64_t>(folder_.total_bytes()));
+  return bytes;
+}
+
+DType WeightReader::dtype(const std::string& name) const {
+  return folder_.find(name + ".weight")->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 HostMatrix WeightReader::matrix(const std::string& name) {
   const WeightSpec& s = spec(name);
+  const auto stage = [&](const SafetensorsView* view) {
+    return staged_.emplace_back(read(*view)).data();
+  };
   HostMatrix matrix;
   matrix.out_features = s.out;
   matrix.in_features = s.in;
   if (const SafetensorsView* packed = folder_.find(name + ".weight_packed")) {
-    const SafetensorsView* scale = folder_.find(name + ".weight_scale");
     matrix.dtype = DType::kInt32;
-    matrix.data = packed->data;
-    matrix.scale = scale->data;
-    advance(static_cast<int64_t>(packed->bytes + scale->bytes));
+    matrix.data = stage(packed);
+    matrix.scale = stage(folder_.find(name + ".weight_scale"));
   } else {
     const SafetensorsView* view = folder_.find(name + ".weight");
-    matrix.dtype = view->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32;
-    matrix.data = view->data;
-    advance(static_cast<int64_t>(view->bytes));
+    matrix.dtype = dtype(name);
+    matrix.data = stage(view);
   }
   return matrix;
 }
@@ -217,7 +227,9 @@ HostMatrix WeightReader::matrix(const std::string& name) {
 std::unique_ptr<LinearWeight> WeightReader::linear(const std::vector<std::string>& stacked) {
   std::vector<HostMatrix> matrices;
   for (const std::string& name : stacked) matrices.push_back(matrix(name));
-  return backend_.prepare_linear(matrices);
+  auto weight = backend_.prepare_linear(matrices);
+  release();
+  return weight;
 }
 
 Buffer WeightReader::upload(const std::vector<float>& values) {
@@ -228,28 +240,20 @@ Buffer WeightReader::upload(const std::vector<float>& values) {
 
 Buffer WeightReader::vector(const std::string& name) {
   const SafetensorsView* view = folder_.find(name);
-  std::vector<float> values(spec(name).out);
-  for (size_t i = 0; i < values.size(); ++i) values[i] = element(*view, static_cast<int64_t>(i));
-  advance(static_cast<int64_t>(view->bytes));
-  return upload(values);
+  return upload(to_floats(read(*view), view->dtype));
 }
 
 Buffer WeightReader::table(const std::string& name) {
   const WeightSpec& s = spec(name);
   const SafetensorsView* view = folder_.find(name + ".weight");
-  Buffer buffer =
-      backend_.allocate(view->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32, {s.out, s.in});
-  backend_.upload(buffer.tensor, view->data);
-  advance(static_cast<int64_t>(view->bytes));
+  Buffer buffer = backend_.allocate(dtype(name), {s.out, s.in});
+  backend_.upload(buffer.tensor, read(*view).data());
   return buffer;
 }
 
 std::vector<float> WeightReader::values(const std::string& name) {
-  const WeightSpec& s = spec(name);
   const SafetensorsView* view = folder_.find(name + ".weight");
-  std::vector<float> values(s.out * s.in);
-  for (size_t i = 0; i < values.size(); ++i) values[i] = element(*view, static_cast<int64_t>(i));
-  return values;
+  return to_floats(read(*view), view->dtype);
 }
 
 }  // namespace kdt

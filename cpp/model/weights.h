@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <list>
 #include <map>
 #include <string>
 #include <vector>
@@ -50,12 +51,17 @@ class WeightReader {
   WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
                LoadProgress progress);
 
+  // Valid until release().
   HostMatrix matrix(const std::string& name);
+  // Frees what matrix() has read.
+  void release() { staged_.clear(); }
   std::unique_ptr<LinearWeight> linear(const std::vector<std::string>& stacked);
   // f32 [n] on the back end.
   Buffer vector(const std::string& name);
   // [out, in] on the back end in the checkpoint's dtype.
   Buffer table(const std::string& name);
+  // Of a module that is not int4: bf16 or f32.
+  DType dtype(const std::string& name) const;
   // bf16 or f32 rows of a matrix as f32, on the host.
   std::vector<float> values(const std::string& name);
   // f32 values of the host as a [n] tensor of the back end.
@@ -63,13 +69,15 @@ class WeightReader {
 
  private:
   const WeightSpec& spec(const std::string& name) const;
-  void advance(int64_t bytes);
+  // The tensor's bytes, read from the file: a mapping of one that is cut short meanwhile would end the process.
+  std::vector<uint8_t> read(const SafetensorsView& view);
 
   const SafetensorsFolder& folder_;
   WeightSpecs specs_;
   Backend& backend_;
   LoadProgress progress_;
   int64_t done_bytes_ = 0;
+  std::list<std::vector<uint8_t>> staged_;
 };
 
 }  // namespace kdt

@@ -26,8 +26,9 @@ The two norms over latents, `q_a_layernorm` and `kv_a_layernorm`, use an epsilon
 (as transformers' `DeepseekV3ForCausalLM` does whatever `rms_norm_eps` says); config.json states
 it as `latent_rms_norm_eps`.
 
-No [BOS] is put before a prompt (`add_bos_token` is false). Documents in training
-began with [BOS] and ended with [EOS]; chat turns end with <|im_end|>.
+Documents in training began with [BOS] and ended with [EOS], so the tokenizer puts [BOS] before a
+prompt (`add_bos_token`); the figures below were measured without it. Chat turns end with
+<|im_end|>.
 
 ## Training
 

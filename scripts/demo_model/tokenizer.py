@@ -118,7 +118,7 @@ def write_config(config: TargetConfig, folder: Path) -> None:
         for name in SPECIAL_TOKENS
     }
     settings = {
-        "add_bos_token": False,
+        "add_bos_token": True,
         "added_tokens_decoder": added,
         "additional_special_tokens": [n for n in SPECIAL_TOKENS if n.startswith("<|")],
         "bos_token": "[BOS]",

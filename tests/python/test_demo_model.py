@@ -280,7 +280,7 @@ def test_tokenizer_files(trained: tuple[Path, Path]) -> None:
     assert [int(line.split()[1]) for line in lines] == list(range(TINY.mergeable_ranks))
     assert len(set(tokens)) == len(tokens) and tokens[:256] == [bytes([b]) for b in range(256)]
     settings = json.loads((trained[1] / "tokenizer_config.json").read_text())
-    assert settings["add_bos_token"] is False  # as the figures are measured
+    assert settings["add_bos_token"] is True  # every training document begins with it
     added = {int(i): t["content"] for i, t in settings["added_tokens_decoder"].items()}
     assert sorted(added) == list(range(TINY.mergeable_ranks, TINY.vocab_size))
     encoding = tokenizer.load(trained[1] / "tiktoken.model")
