@@ -177,7 +177,9 @@ struct MoeExpertsArgs {
 struct TopkLogprobsArgs {
   Tensor logits;  // [R, V] f32
   float temperature = 1;
-  Tensor logprobs;  // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf
+  // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf. A row whose greatest logit
+  // is not finite has no distribution: all -inf.
+  Tensor logprobs;
   Tensor ids;       // [R, k] i32, equals by lower id
 };
 

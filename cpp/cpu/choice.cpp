@@ -24,6 +24,7 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
     maxima.resize(std::max<size_t>(maxima.size(), 2 * blocks));
     const float scale = 1.0f / args.temperature;
     const float lse = kernels_.log_sum_exp(logits, vocab, scale, maxima.data());
+    const bool has_distribution = std::isfinite(lse);
 
     // k blocks hold an element not below the k-th greatest block maximum, so nothing below it is
     // chosen.
@@ -54,7 +55,7 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
       const float logit = value(candidates[i]);
       args.ids.data<int32_t>()[row * k + i] = candidates[i];
       args.logprobs.data<float>()[row * k + i] =
-          logit == kMinusInfinity ? kMinusInfinity : logit * scale - lse;
+          has_distribution && logit != kMinusInfinity ? logit * scale - lse : kMinusInfinity;
     }
   };
   if (worth_sharing(args.logits.numel() * 8)) {

@@ -1,0 +1,220 @@
+// Routing and experts.
+#include "op_test.h"
+
+namespace kdt::test {
+namespace {
+
+struct Routed {
+  Ints ids;
+  Floats weights;
+};
+
+Routed route(Backend& b, const Floats& logits, const Floats& bias, int64_t top_k,
+             int64_t n_group = 1, int64_t topk_group = 1, bool norm = true, float factor = 1) {
+  const auto experts = static_cast<int64_t>(bias.size()),
+             rows = static_cast<int64_t>(logits.size()) / experts;
+  const Buffer memory = upload(b, logits, {rows, experts}), bias_memory = upload(b, bias);
+  const Buffer ids = int_output(b, {rows, top_k}), weights = output(b, {rows, top_k});
+  b.moe_route({.logits = memory.tensor,
+               .bias = bias_memory.tensor,
+               .n_group = n_group,
+               .topk_group = topk_group,
+               .norm_topk_prob = norm,
+               .routed_scaling_factor = factor,
+               .ids = ids.tensor,
+               .weights = weights.tensor});
+  return {download<int32_t>(b, ids.tensor), download(b, weights.tensor)};
+}
+
+KDT_TEST(route_bundles) {
+  for (const char* name :
+       {"plain", "ties", "groups", "group_ties", "nan", "nan_groups", "unnormalised"}) {
+    const KdtrFile file = bundle(std::string("route_") + name);
+    const Routed routed =
+        route(backend(), values<float>(file.at("logits")), values<float>(file.at("bias")),
+              scalar<int32_t>(file, "top_k"), scalar<int32_t>(file, "n_group"),
+              scalar<int32_t>(file, "topk_group"), scalar<bool>(file, "norm_topk_prob"),
+              scalar<float>(file, "routed_scaling_factor"));
+    if (routed.ids != values<int32_t>(file.at("ids")))
+      report(__FILE__, __LINE__, join(name, ": ids"));
+    const double error = max_error(routed.weights, values<float>(file.at("weights")));
+    if (!(error < 1e-6)) report(__FILE__, __LINE__, join(name, ": weights differ by ", error));
+  }
+}
+
+KDT_TEST(equal_scores_go_by_lower_id) {
+  const Routed routed = route(backend(), Floats(16, 0.25f), Floats(16, 0.0f), 4);
+  EXPECT(routed.ids == Ints({0, 1, 2, 3}));
+  for (float weight : routed.weights) EXPECT_EQ(weight, 0.25f);
+}
+
+KDT_TEST(the_bias_chooses_and_does_not_weigh) {
+  Floats bias(8, 0.0f);
+  bias[5] = 10;
+  const Routed routed = route(backend(), {3, 2, 1, 0, -1, -2, -3, -4}, bias, 2, 1, 1, false);
+  EXPECT(routed.ids == Ints({5, 0}));
+  EXPECT_NEAR(routed.weights[0], 1 / (1 + std::exp(2.0)), 1e-7);
+  EXPECT_NEAR(routed.weights[1], 1 / (1 + std::exp(-3.0)), 1e-7);
+}
+
+KDT_TEST(a_row_of_nan_chooses_nobody) {
+  const Routed routed = route(backend(), Floats(8, kNan), Floats(8, 0.0f), 2, 4, 2);
+  EXPECT(routed.ids == Ints({-1, -1}));
+  EXPECT(routed.weights == Floats({0, 0}));
+}
+
+KDT_TEST(impossible_routes_are_refused) {
+  const auto try_route = [](int64_t top_k, int64_t n_group, int64_t topk_group) {
+    route(backend(), Floats(8, 0.0f), Floats(8, 0.0f), top_k, n_group, topk_group);
+  };
+  EXPECT_THROWS("moe_route: top 9 of 8", try_route(9, 1, 1));
+  EXPECT_THROWS("moe_route: top 2 of 8 experts in 1 of 3", try_route(2, 3, 1));
+  EXPECT_THROWS("moe_route: top 5", try_route(5, 4, 2));
+  EXPECT_THROWS("moe_route:", try_route(2, 4, 5));
+}
+
+// Experts.
+
+std::unique_ptr<ExpertsWeight> bundle_experts(Backend& b, const KdtrFile& file) {
+  const Shape& shape = file.at("gate_packed").shape;
+  const int64_t inter = shape[1], hidden = shape[2] * 8;
+  std::vector<HostExpert> experts;
+  for (int64_t e = 0; e < shape[0]; ++e) {
+    const auto matrix = [&](const std::string& part, int64_t out, int64_t in) {
+      return HostMatrix{file.at(part + "_packed").data + e * out * in / 2,
+                        file.at(part + "_scale").data + e * out * in / 32 * 2, DType::kInt32, out,
+                        in};
+    };
+    experts.push_back({matrix("gate", inter, hidden), matrix("up", inter, hidden),
+                       matrix("down", hidden, inter)});
+  }
+  return b.prepare_experts(experts);
+}
+
+// The experts' sum is added to `start`.
+Floats run_experts(Backend& b, const Floats& x, const Ints& ids, const Floats& weights,
+                   const ExpertsWeight& experts, const Floats& start) {
+  const int64_t rows = static_cast<int64_t>(x.size()) / experts.hidden_size;
+  const int64_t top_k = static_cast<int64_t>(ids.size()) / rows;
+  const Buffer out = upload(b, start, {rows, experts.hidden_size});
+  const Buffer x_memory = upload(b, x, {rows, experts.hidden_size});
+  const Buffer id_memory = upload(b, ids, {rows, top_k}),
+               weight_memory = upload(b, weights, {rows, top_k});
+  b.moe_experts({.x = x_memory.tensor,
+                 .ids = id_memory.tensor,
+                 .weights = weight_memory.tensor,
+                 .experts = &experts,
+                 .out = out.tensor});
+  return download(b, out.tensor);
+}
+
+KDT_TEST(experts_bundles) {
+  Backend& b = backend();
+  for (const char* name : {"experts_spread", "experts_all_on_one"}) {
+    const KdtrFile file = bundle(name);
+    const auto experts = bundle_experts(b, file);
+    EXPECT_EQ(experts->num_experts, 6);
+    const Floats x = values<float>(file.at("x"));
+    const Floats out =
+        run_experts(b, x, values<int32_t>(file.at("ids")), values<float>(file.at("weights")),
+                    *experts, Floats(x.size(), 0.0f));
+    EXPECT(max_error(out, values<double>(file.at("out"))) < 1e-5);
+  }
+}
+
+KDT_TEST(ids_that_are_no_expert_add_nothing) {
+  Backend& b = backend();
+  const KdtrFile file = bundle("experts_spread");
+  const auto experts = bundle_experts(b, file);
+  const Floats x = slice(values<float>(file.at("x")), 0, 128), start = Random(1).floats(128);
+  EXPECT(same_bits(run_experts(b, x, {-1, 6, 100, -7}, {1, 2, 3, 4}, *experts, start), start));
+  const Floats one = run_experts(b, x, {3, 1}, {0.5f, 2}, *experts, start);
+  EXPECT(same_bits(run_experts(b, x, {-1, 3, 1, 6}, {9, 0.5f, 2, 9}, *experts, start), one));
+}
+
+struct RandomExperts {
+  RandomExperts(DType dtype, int64_t count, int64_t hidden, int64_t inter) {
+    for (int64_t e = 0; e < count; ++e) {
+      gate.push_back(random_matrix(dtype, inter, hidden, 3 * e));
+      up.push_back(random_matrix(dtype, inter, hidden, 3 * e + 1));
+      down.push_back(random_matrix(dtype, hidden, inter, 3 * e + 2));
+    }
+  }
+  std::unique_ptr<ExpertsWeight> prepare(Backend& b) const {
+    std::vector<HostExpert> hosts;
+    for (size_t e = 0; e < gate.size(); ++e)
+      hosts.push_back({gate[e].host(), up[e].host(), down[e].host()});
+    return b.prepare_experts(hosts);
+  }
+  std::vector<double> run(const Floats& x, const Ints& ids, const Floats& weights,
+                          int64_t top_k) const {
+    const int64_t hidden = gate[0].in;
+    std::vector<double> out(x.size(), 0.0);
+    for (size_t s = 0; s < ids.size(); ++s) {
+      const int64_t row = static_cast<int64_t>(s) / top_k;
+      const Floats xr = slice(x, row * hidden, hidden);
+      const auto g = product(xr, gate[ids[s]]), u = product(xr, up[ids[s]]);
+      Floats activated;
+      for (size_t i = 0; i < g.size(); ++i)
+        activated.push_back(static_cast<float>(g[i] / (1 + std::exp(-g[i])) * u[i]));
+      const auto result = product(activated, down[ids[s]]);
+      for (int64_t i = 0; i < hidden; ++i) out[row * hidden + i] += weights[s] * result[i];
+    }
+    return out;
+  }
+  std::vector<Matrix> gate, up, down;
+};
+
+KDT_TEST(experts_of_each_type_and_row_independence) {
+  constexpr int64_t kExperts = 9, kTopK = 3, kMaxRows = 70;
+  for (const auto& [dtype, hidden, inter] : {std::tuple{DType::kInt32, 96, 64},
+                                             {DType::kBFloat16, 70, 45},
+                                             {DType::kFloat32, 64, 33},
+                                             {DType::kInt32, 32, 160}}) {
+    const RandomExperts host(dtype, kExperts, hidden, inter);
+    Random random(5);
+    const Floats x = random.floats(kMaxRows * hidden, 0.5f),
+                 weights = random.floats(kMaxRows * kTopK);
+    Ints ids;
+    for (int64_t s = 0; s < kMaxRows * kTopK; ++s)
+      ids.push_back(static_cast<int32_t>(random.below(kExperts)));
+    Floats expected;
+    for (int threads : {1, 2, 3}) {
+      const auto b = make_backend(device(), threads);
+      const auto experts = host.prepare(*b);
+      if (expected.empty()) {
+        for (int64_t r = 0; r < kMaxRows; ++r) {
+          append(expected,
+                 run_experts(*b, slice(x, r * hidden, hidden), slice(ids, r * kTopK, kTopK),
+                             slice(weights, r * kTopK, kTopK), *experts, Floats(hidden, 0.0f)));
+        }
+        const auto reference = host.run(x, ids, weights, kTopK);
+        double largest = 1;
+        for (double value : reference) largest = std::max(largest, std::fabs(value));
+        EXPECT(max_error(expected, reference) < 2e-6 * largest);
+      }
+      for (int64_t rows : {1, 2, 3, 7, 8, 13, 33, 69, 70}) {
+        const Floats out =
+            run_experts(*b, slice(x, 0, rows * hidden), slice(ids, 0, rows * kTopK),
+                        slice(weights, 0, rows * kTopK), *experts, Floats(rows * hidden, 0.0f));
+        EXPECT(same_bits(out, slice(expected, 0, rows * hidden)));
+      }
+    }
+  }
+}
+
+KDT_TEST(experts_of_unequal_shapes_are_refused) {
+  Backend& b = backend();
+  const Matrix wide = random_matrix(DType::kFloat32, 8, 16, 1),
+               tall = random_matrix(DType::kFloat32, 16, 8, 1);
+  EXPECT_THROWS("prepare_experts: no expert", b.prepare_experts({}));
+  EXPECT_THROWS("gate or up is [16, 8], want [8, 16]",
+                b.prepare_experts({{wide.host(), tall.host(), tall.host()}}));
+  EXPECT_THROWS("down is [8, 16], want [16, 8]",
+                b.prepare_experts({{wide.host(), wide.host(), wide.host()}}));
+}
+
+}  // namespace
+}  // namespace kdt::test
+
+KDT_OP_TEST_MAIN
