@@ -40,7 +40,6 @@ class LinearWeight {
   virtual ~LinearWeight() = default;
   int64_t out_features = 0;
   int64_t in_features = 0;
-  int64_t bytes = 0;
 };
 
 // One expert's three matrices, or a layer's experts.
@@ -54,7 +53,6 @@ class ExpertsWeight {
   int64_t num_experts = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
-  int64_t bytes = 0;
 };
 
 // Cached rows of all layers of one model in the back end's own layout, in blocks of `block_size`
@@ -65,7 +63,6 @@ class KvCache {
   int64_t num_layers = 0;
   int64_t num_blocks = 0;
   int64_t block_size = 0;
-  int64_t bytes = 0;
 };
 
 // Which rows of a call belong to which sequence, and where their keys are. A row of a sequence is a
@@ -177,10 +174,10 @@ struct MoeExpertsArgs {
 struct TopkLogprobsArgs {
   Tensor logits;  // [R, V] f32
   float temperature = 1;
-  // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf. A row whose greatest logit
-  // is not finite has no distribution: all -inf.
+  // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf. A row whose greatest
+  // logit is not finite has no distribution: all -inf.
   Tensor logprobs;
-  Tensor ids;       // [R, k] i32, equals by lower id
+  Tensor ids;  // [R, k] i32, equals by lower id
 };
 
 // A tree per request: slot 0 is the root, slot i the i-th candidate in best-first order (ddtree
@@ -243,8 +240,6 @@ class Backend {
   // residual += delta, then out = RMSNorm(residual) * weight. All [T, H].
   virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
                             float eps, const Tensor& out) = 0;
-  // x += y
-  virtual void add(const Tensor& x, const Tensor& y) = 0;
   // gate_up [T, 2 I] -> out [T, I] = silu(gate) * up
   virtual void silu_mul(const Tensor& gate_up, const Tensor& out) = 0;
   virtual void fill_zero(const Tensor& x) = 0;

@@ -48,11 +48,6 @@ inline void check_rows(const char* op, const SequenceRows& rows, int64_t num_row
 
 }  // namespace detail
 
-inline void check_same_f32(const char* op, const Tensor& x, const Tensor& y) {
-  KDT_CHECK(x.dtype() == DType::kFloat32 && y.dtype() == DType::kFloat32 && x.numel() == y.numel(),
-            op, ": ", x.to_string(), " and ", y.to_string());
-}
-
 inline void check_embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
   KDT_CHECK(
       table.ndim() == 2 && (table.dtype() == DType::kFloat32 || table.dtype() == DType::kBFloat16),

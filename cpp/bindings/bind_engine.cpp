@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <mutex>
 #include <optional>
 
 #include "bindings/array.h"
@@ -91,7 +92,25 @@ py::dict measure(int num_threads, int64_t cache_bytes) {
   return d;
 }
 
-std::unique_ptr<Engine> make_engine(
+// An engine for Python, where any thread may call and a finaliser may run in any: one call at a
+// time, the GIL released while it waits and works.
+class SharedEngine {
+ public:
+  explicit SharedEngine(const EngineOptions& options) : engine_(options) {}
+
+  template <typename Call>
+  auto use(const Call& call) {
+    const py::gil_scoped_release release;
+    const std::lock_guard lock(mutex_);
+    return call(engine_);
+  }
+
+ private:
+  Engine engine_;
+  std::mutex mutex_;
+};
+
+std::unique_ptr<SharedEngine> make_engine(
     const std::string& model, const std::optional<std::string>& drafter, const std::string& device,
     int num_threads, int64_t max_model_len, int64_t max_num_seqs, int64_t prefill_chunk_size,
     double latent_rms_norm_eps,
@@ -115,10 +134,11 @@ std::unique_ptr<Engine> make_engine(
     };
   }
   const py::gil_scoped_release release;
-  return std::make_unique<Engine>(options);
+  return std::make_unique<SharedEngine>(options);
 }
 
 py::dict stats(const Engine& engine) {
+  const py::gil_scoped_acquire acquire;
   const EngineStats& s = engine.stats();
   const BackendInfo info = engine.backend_info();
   py::dict d;
@@ -135,7 +155,7 @@ py::dict stats(const Engine& engine) {
   d["waiting_requests"] = engine.num_waiting();
   d["kv_tokens_free"] = engine.kv_tokens_free();
   d["verify_cost"] = engine.costs().points();
-  d["draft_cost_ms"] = engine.costs().measured() ? engine.costs().draft_ms() : 0.0;
+  d["draft_cost_ms"] = engine.costs().draft_ms();
   d["model_bytes"] = engine.model_bytes();
   d["device"] = info.device;
   d["isa"] = info.isa;
@@ -144,6 +164,7 @@ py::dict stats(const Engine& engine) {
 }
 
 py::dict config(const Engine& engine) {
+  const py::gil_scoped_acquire acquire;
   py::dict d;
   d["model"] = describe(engine.model_config());
   if (engine.draft_config() != nullptr) {
@@ -231,48 +252,63 @@ void register_engine(py::module_& module) {
       .def_readonly("verify_ms", &StepOutput::verify_ms)
       .def_readonly("commit_ms", &StepOutput::commit_ms);
 
-  const auto release = py::call_guard<py::gil_scoped_release>();
-  const auto rows_of = [](const Engine& engine, std::vector<float> values) {
+  using Ids = std::vector<int64_t>;
+  const auto rows_of = [](const Engine& engine, const std::vector<float>& values) {
+    const py::gil_scoped_acquire acquire;
     const auto vocab = static_cast<py::ssize_t>(engine.model_config().vocab_size);
     return to_array(values, {static_cast<py::ssize_t>(values.size()) / vocab, vocab});
   };
-  py::class_<Engine>(module, "Engine")
+  py::class_<SharedEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("model"), py::arg("drafter") = py::none(),
            py::arg("device") = "cpu", py::kw_only(), py::arg("num_threads") = 0,
            py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
            py::arg("prefill_chunk_size") = 256, py::arg("latent_rms_norm_eps") = 0.0,
            py::arg("progress") = py::none())
-      .def("add_request", &Engine::add_request, py::arg("prompt_token_ids"), py::arg("options"),
-           release)
-      .def("step", &Engine::step, release)
-      .def("generate", &Engine::generate, py::arg("prompt_token_ids"), py::arg("options"), release)
-      .def("has_unfinished", &Engine::has_unfinished)
-      .def("abort", &Engine::abort, py::arg("request_id"), release)
+      .def(
+          "add_request",
+          [](SharedEngine& shared, const Ids& prompt, const RequestOptions& options) {
+            return shared.use([&](Engine& e) { return e.add_request(prompt, options); });
+          },
+          py::arg("prompt_token_ids"), py::arg("options"))
+      .def("step",
+           [](SharedEngine& shared) { return shared.use([](Engine& e) { return e.step(); }); })
+      .def(
+          "generate",
+          [](SharedEngine& shared, const Ids& prompt, const RequestOptions& options) {
+            const auto not_interrupted = [] {
+              const py::gil_scoped_acquire acquire;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            };
+            return shared.use(
+                [&](Engine& e) { return e.generate(prompt, options, not_interrupted); });
+          },
+          py::arg("prompt_token_ids"), py::arg("options"))
+      .def("has_unfinished",
+           [](SharedEngine& shared) {
+             return shared.use([](Engine& e) { return e.has_unfinished(); });
+           })
+      .def(
+          "abort",
+          [](SharedEngine& shared, int64_t id) {
+            return shared.use([&](Engine& e) { return e.abort(id); });
+          },
+          py::arg("request_id"))
       .def(
           "logits",
-          [rows_of](Engine& engine, const std::vector<int64_t>& token_ids) {
-            std::vector<float> values;
-            {
-              const py::gil_scoped_release no_gil;
-              values = engine.logits(token_ids);
-            }
-            return rows_of(engine, std::move(values));
+          [rows_of](SharedEngine& shared, const Ids& token_ids) {
+            return shared.use([&](Engine& e) { return rows_of(e, e.logits(token_ids)); });
           },
           py::arg("token_ids"))
       .def(
           "tree_logits",
-          [rows_of](Engine& engine, const std::vector<int64_t>& prefix,
-                    const std::vector<int64_t>& tokens, const std::vector<int64_t>& parents) {
-            std::vector<float> values;
-            {
-              const py::gil_scoped_release no_gil;
-              values = engine.tree_logits(prefix, tokens, parents);
-            }
-            return rows_of(engine, std::move(values));
+          [rows_of](SharedEngine& shared, const Ids& prefix, const Ids& tokens,
+                    const Ids& parents) {
+            return shared.use(
+                [&](Engine& e) { return rows_of(e, e.tree_logits(prefix, tokens, parents)); });
           },
           py::arg("prefix_token_ids"), py::arg("tokens"), py::arg("parents"))
-      .def("stats", &stats)
-      .def("config", &config);
+      .def("stats", [](SharedEngine& shared) { return shared.use(&stats); })
+      .def("config", [](SharedEngine& shared) { return shared.use(&config); });
 
   module.def("inspect_checkpoint", &inspect, py::arg("folder"));
   module.def("measure_cpu", &measure, py::arg("num_threads") = 0,

@@ -200,11 +200,7 @@ void CpuBackend::mla_query(const MlaQueryArgs& args) {
       for (int64_t i = 0; i < width; ++i) row[i] *= args.scale;
     }
   };
-  if (worth_sharing(rows * heads * nope * rank)) {
-    pool_.run(heads, body);
-  } else {
-    for (int64_t head = 0; head < heads; ++head) body(head, 0);
-  }
+  run(rows * heads * nope * rank, heads, body);
 }
 
 void CpuBackend::mla_store(const MlaStoreArgs& args) {
@@ -286,11 +282,8 @@ void CpuBackend::mla_attention(const MlaAttentionArgs& args) {
               scratch_[thread].floats, args.out.data<float>() + first * cache.value_dim);
         };
         const int64_t keys = sequence.prefix_len + sequence.num_rows;
-        if (worth_sharing(sequence.num_rows * heads * keys * (cache.key_dim + cache.value_dim))) {
-          pool_.run(row_tasks * head_tasks, body);
-        } else {
-          for (int64_t task = 0; task < row_tasks * head_tasks; ++task) body(task, 0);
-        }
+        run(sequence.num_rows * heads * keys * (cache.key_dim + cache.value_dim),
+            row_tasks * head_tasks, body);
       });
 }
 
@@ -372,7 +365,7 @@ void CpuBackend::gqa_attention(const GqaAttentionArgs& args) {
                     out + i * dim, dim * sizeof(float));
       }
     };
-    pool_.run(row_tasks * kv_heads, body);
+    run(rows * heads * (sequence.prefix_len + rows) * 2 * dim, row_tasks * kv_heads, body);
   });
 }
 
@@ -394,7 +387,8 @@ void CpuBackend::kv_compact(KvCache& kv_cache, const Tensor& block_table, const 
     const int64_t source_block = block_table.data<int32_t>()[source / cache.block_size];
     const int64_t target_block = block_table.data<int32_t>()[target / cache.block_size];
     for (int64_t block : {source_block, target_block}) {
-      KDT_CHECK(block >= 0 && block < cache.num_blocks, "kv_compact: block ", block, " of ", cache.num_blocks);
+      KDT_CHECK(block >= 0 && block < cache.num_blocks, "kv_compact: block ", block, " of ",
+                cache.num_blocks);
     }
     const int64_t source_row = source % cache.block_size, target_row = target % cache.block_size;
     for (int64_t layer = 0; layer < cache.num_layers; ++layer) {

@@ -58,11 +58,7 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
           has_distribution && logit != kMinusInfinity ? logit * scale - lse : kMinusInfinity;
     }
   };
-  if (worth_sharing(args.logits.numel() * 8)) {
-    pool_.run(args.logits.dim(0), body);
-  } else {
-    for (int64_t row = 0; row < args.logits.dim(0); ++row) body(row, 0);
-  }
+  run(args.logits.numel() * 8, args.logits.dim(0), body);
 }
 
 void CpuBackend::argmax(const Tensor& logits, const Tensor& ids) {

@@ -69,9 +69,15 @@ std::unique_ptr<KvCache> make_cache(int64_t num_layers, int64_t num_blocks, int6
   cache->value_stride = ceil_div(value_dim, kPanel) * kPanel;
   cache->group_floats = block_size * (key_dim + cache->value_stride);
   cache->block_floats = num_groups * cache->group_floats;
-  cache->layer_floats = num_blocks * cache->block_floats;
-  cache->bytes = num_layers * cache->layer_floats * static_cast<int64_t>(sizeof(float));
-  cache->memory = map_zeroed(cache->bytes);
+  KDT_CHECK(!__builtin_mul_overflow(num_blocks, cache->block_floats, &cache->layer_floats),
+            "cache: ", num_blocks, " blocks of ", cache->block_floats,
+            " values are more than memory can hold");
+  int64_t bytes = 0;
+  KDT_CHECK(!__builtin_mul_overflow(num_layers, cache->layer_floats, &bytes) &&
+                !__builtin_mul_overflow(bytes, static_cast<int64_t>(sizeof(float)), &bytes),
+            "cache: ", num_layers, " layers of ", cache->layer_floats,
+            " values are more than memory can hold");
+  cache->memory = map_zeroed(bytes);
   return cache;
 }
 

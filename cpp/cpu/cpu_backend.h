@@ -42,7 +42,6 @@ struct PackedMatrix {
   int64_t in_features = 0;
   std::shared_ptr<void> panels;
   std::shared_ptr<void> scales;  // int4 only
-  int64_t bytes = 0;
 };
 
 PackedMatrix pack_matrix(const HostMatrix& matrix, Arena& arena);
@@ -86,7 +85,6 @@ class CpuBackend final : public Backend {
 
   BackendInfo info() const override { return {"cpu", kernels_.isa, num_threads()}; }
   int num_threads() const { return pool_.num_threads(); }
-  const Kernels& kernels() const { return kernels_; }
 
   Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) override;
   void upload(const Tensor& to, const void* from) override;
@@ -105,7 +103,6 @@ class CpuBackend final : public Backend {
   void rms_norm(const RmsNormArgs& args) override;
   void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
                     const Tensor& out) override;
-  void add(const Tensor& x, const Tensor& y) override;
   void silu_mul(const Tensor& gate_up, const Tensor& out) override;
   void fill_zero(const Tensor& x) override;
   void gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) override;
@@ -148,6 +145,15 @@ class CpuBackend final : public Backend {
   // Splits `rows` independent rows over the threads.
   template <typename Body>
   void for_rows(int64_t rows, int64_t work_per_row, const Body& body);
+  // Calls body(task, thread) for each task: on all threads when `multiply_adds` in all pay for it.
+  template <typename Body>
+  void run(int64_t multiply_adds, int64_t num_tasks, const Body& body) {
+    if (worth_sharing(multiply_adds)) {
+      pool_.run(num_tasks, body);
+    } else {
+      for (int64_t task = 0; task < num_tasks; ++task) body(task, 0);
+    }
+  }
   void product(const Tensor& x, const CpuLinear& weight, const Tensor& out, bool per_head);
 
   const Kernels& kernels_;

@@ -50,8 +50,8 @@ struct Kernels {
   // Index of the greatest element, the first of equals; -1 when every element is NaN.
   int64_t (*argmax)(const float* x, int64_t n);
 
-  // For measuring the processor: `rounds` of 8 independent chains of multiply-adds, and one read of
-  // n floats. The results only keep the work from being left out.
+  // For measuring the processor: `rounds` of ten independent chains of multiply-adds, and one read
+  // of n floats. The results only keep the work from being left out.
   float (*fma_rounds)(int64_t rounds, int64_t* multiply_adds);
   float (*read_all)(const float* x, int64_t n);
 };

@@ -62,22 +62,18 @@ PackedMatrix pack_matrix(const HostMatrix& matrix, Arena& arena) {
   packed.dtype = matrix.dtype;
   packed.out_features = n;
   packed.in_features = k;
-  const int64_t panels = ceil_div(n, kPanel);
   switch (matrix.dtype) {
     case DType::kBFloat16:
       packed.panels = pair_rows(arena, matrix.data, n, k);
-      packed.bytes = panels * k * kPanel * 2;
       break;
     case DType::kFloat32:
       packed.panels = panel_words(arena, matrix.data, n, k);
-      packed.bytes = panels * k * kPanel * 4;
       break;
     case DType::kInt32:
       KDT_CHECK(k % kGroup == 0, "int4 weight: in_features ", k, " is not a multiple of ", kGroup);
       KDT_CHECK(matrix.scale != nullptr, "int4 weight: no scale");
       packed.panels = panel_words(arena, matrix.data, n, k / 8);
       packed.scales = pair_rows(arena, matrix.scale, n, k / kGroup);
-      packed.bytes = panels * kPanel * (k / 2 + k / kGroup * 2);
       break;
     default:
       throw Error(
@@ -95,7 +91,6 @@ std::unique_ptr<LinearWeight> CpuBackend::prepare_linear(const std::vector<HostM
               matrix.in_features, " beside ", weight->in_features);
     weight->matrices.push_back(pack_matrix(matrix, arena_));
     weight->out_features += matrix.out_features;
-    weight->bytes += weight->matrices.back().bytes;
   }
   return weight;
 }
@@ -157,11 +152,7 @@ void CpuBackend::product(const Tensor& x, const CpuLinear& weight, const Tensor&
       out_column += matrix.out_features;
     }
   };
-  if (share) {
-    pool_.run(num_tasks, body);
-  } else {
-    for (int64_t task = 0; task < num_tasks; ++task) body(task, 0);
-  }
+  run(rows * k * weight.out_features, num_tasks, body);
 }
 
 void CpuBackend::linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) {

@@ -20,14 +20,15 @@ CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes) {
   result.isa = kernels.isa;
   result.num_threads = threads;
   result.cache_bytes = cache_bytes;
-  volatile float sink = 0;
+  std::vector<float> sinks(threads);  // the results, so that the work is not left out
 
   // The best of several tries: another process can only make one slower.
   constexpr int64_t kRounds = 2'000'000;
   for (int i = 0; i < 8; ++i) {
     std::vector<int64_t> done(threads);
     const Clock clock;
-    pool.run(threads, [&](int64_t task, int) { sink = kernels.fma_rounds(kRounds, &done[task]); });
+    pool.run(threads,
+             [&](int64_t task, int) { sinks[task] = kernels.fma_rounds(kRounds, &done[task]); });
     const double ms = clock.ms();
     int64_t multiply_adds = 0;
     for (const int64_t n : done) multiply_adds += n;
@@ -44,7 +45,7 @@ CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes) {
       const Clock clock;
       pool.run(threads, [&](int64_t task, int) {
         const int64_t begin = count * task / threads, end = count * (task + 1) / threads;
-        sink = kernels.read_all(values + begin, end - begin);
+        sinks[task] = kernels.read_all(values + begin, end - begin);
       });
       best = std::max(best, static_cast<double>(bytes) / clock.ms() * 1e-6);
     }

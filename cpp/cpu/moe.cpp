@@ -28,8 +28,6 @@ std::unique_ptr<ExpertsWeight> CpuBackend::prepare_experts(const std::vector<Hos
               "], want [", weight->hidden_size, ", ", weight->intermediate_size, "]");
     weight->experts.push_back({pack_matrix(host.gate, arena_), pack_matrix(host.up, arena_),
                                pack_matrix(host.down, arena_)});
-    const CpuExperts::Expert& expert = weight->experts.back();
-    weight->bytes += expert.gate.bytes + expert.up.bytes + expert.down.bytes;
   }
   return weight;
 }
@@ -137,7 +135,7 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
                 hidden * sizeof(float));
   }
 
-  // Half an expert a task keeps two threads level when few experts are used.
+  // When few experts are used each is cut, so that every thread has several parts to take.
   const auto for_panels = [&](int64_t out_features, const auto& body) {
     const int64_t panels = ceil_div(out_features, kPanel);
     const int64_t parts = std::min<int64_t>(
@@ -148,11 +146,7 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
       body(weight.experts[e], begin[e], begin[e + 1] - begin[e], panel,
            panels * (part + 1) / parts - panel);
     };
-    if (worth_sharing(rows * hidden * inter)) {
-      pool_.run(num_used * parts, task_body);
-    } else {
-      for (int64_t task = 0; task < num_used * parts; ++task) task_body(task, 0);
-    }
+    run(rows * hidden * inter, num_used * parts, task_body);
   };
   for_panels(inter, [&](const CpuExperts::Expert& expert, int64_t row, int64_t count, int64_t panel,
                         int64_t panels) {

@@ -44,11 +44,6 @@ void CpuBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, const
   });
 }
 
-void CpuBackend::add(const Tensor& x, const Tensor& y) {
-  check_same_f32("add", x, y);
-  kernels_.add_scaled(1.0f, y.data<float>(), x.numel(), x.data<float>());
-}
-
 void CpuBackend::silu_mul(const Tensor& gate_up, const Tensor& out) {
   check_silu_mul(gate_up, out);
   const int64_t n = out.dim(1);
@@ -58,7 +53,9 @@ void CpuBackend::silu_mul(const Tensor& gate_up, const Tensor& out) {
   });
 }
 
-void CpuBackend::fill_zero(const Tensor& x) { std::memset(x.raw(), 0, x.bytes()); }
+void CpuBackend::fill_zero(const Tensor& x) {
+  if (x.bytes() > 0) std::memset(x.raw(), 0, x.bytes());
+}
 
 void CpuBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) {
   check_gather_rows(from, rows, to);

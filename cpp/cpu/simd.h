@@ -158,10 +158,10 @@ inline float reduce_max(Vec v) {
   return best;
 }
 
-// e^x to about 2 units in the last place for x in [-87, 88]; below, the smallest normal number's
-// neighbourhood, which every caller treats as zero.
+// e^x to about 2 units in the last place for x in [-87, 88], the end's value outside. Of two
+// operands the second is taken when one is NaN, so that NaN comes out as NaN.
 inline Vec exp(Vec x) {
-  x = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
+  x = max(broadcast(-87.0f), min(broadcast(88.0f), x));
   const Vec n = round(mul(x, broadcast(1.44269504f)));
   // ln 2 in two parts keeps the reduced argument exact.
   Vec r = fma(n, broadcast(-0.693359375f), x);

@@ -1,5 +1,10 @@
 #include "cpu/thread_pool.h"
 
+#include <system_error>
+#include <utility>
+
+#include "core/error.h"
+
 namespace kdt::cpu {
 namespace {
 
@@ -19,10 +24,19 @@ constexpr int kYields = 200;
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads) : seats_(new Seat[num_threads < 1 ? 1 : num_threads]) {
-  for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  } catch (const std::system_error& error) {
+    const size_t started = threads_.size() + 1;
+    stop();
+    throw Error(join("num_threads is ", num_threads, ", but only ", started,
+                     " could be started: ", error.what()));
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   stop_.store(true);
   job_.fetch_add(1);
   job_.notify_all();
@@ -38,10 +52,14 @@ void ThreadPool::count_down(int thread) {
 }
 
 void ThreadPool::do_part(int seat, int thread) {
-  if (num_tasks_ > num_threads()) {
-    count_down(thread);
-  } else if (seat < num_tasks_) {
-    call_(context_, seat, thread);
+  try {
+    if (num_tasks_ > num_threads()) {
+      count_down(thread);
+    } else if (seat < num_tasks_) {
+      call_(context_, seat, thread);
+    }
+  } catch (...) {
+    if (!failed_.exchange(true)) error_ = std::current_exception();
   }
 }
 
@@ -66,6 +84,10 @@ void ThreadPool::run_shared(int64_t num_tasks, const void* context, Call call) {
     for (int spins = 0; seats_[seat].done.load(std::memory_order_acquire) != job; ++spins) {
       spins < kSpins ? pause() : std::this_thread::yield();
     }
+  }
+  if (failed_.load()) {
+    failed_.store(false);
+    std::rethrow_exception(std::exchange(error_, nullptr));
   }
 }
 

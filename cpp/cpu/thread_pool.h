@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -22,8 +23,8 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. A task
-  // must not throw.
+  // Calls body(task, thread) for each task in [0, num_tasks) and returns when all are done. When
+  // tasks throw, one of their exceptions is thrown again.
   template <typename Body>
   void run(int64_t num_tasks, const Body& body) {
     if (num_tasks <= 0) return;
@@ -48,6 +49,7 @@ class ThreadPool {
 
   void run_shared(int64_t num_tasks, const void* context, Call call);
   void work(int thread);
+  void stop();
   // Thread `seat`'s part of the job, worked on by `thread`.
   void do_part(int seat, int thread);
   void count_down(int thread);
@@ -60,6 +62,8 @@ class ThreadPool {
   int64_t num_tasks_ = 0;
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<int64_t> next_task_{0};  // when there are more tasks than threads
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;  // written by the thread that sets failed_
   std::unique_ptr<Seat[]> seats_;
   std::vector<std::thread> threads_;
 };

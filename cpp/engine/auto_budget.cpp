@@ -6,8 +6,6 @@
 namespace kdt {
 namespace {
 
-constexpr int64_t kFirstDepth = 8;
-constexpr int64_t kFirstInterval = 64;
 constexpr int64_t kLastInterval = 512;
 
 double expected_nodes(const std::vector<double>& logw) {
@@ -122,8 +120,7 @@ void AutoBudget::observe(const std::vector<double>& logw, int64_t committed,
   accepted_ = kKeepHonesty * accepted_ + accepted;
   // What was expected tells as much of the next rounds as what came, with less chance in it.
   tokens_ = kKeepRate * tokens_ + 1.0 + 0.5 * (accepted + honesty() * expected);
-  depth_ = committed - 1 >= std::min(depth_, kFirstDepth) ? std::numeric_limits<int64_t>::max()
-                                                          : kFirstDepth;
+  depth_ = committed > kFirstDepth ? std::numeric_limits<int64_t>::max() : kFirstDepth;
   ms_ = kKeepRate * ms_ + costs.draft_ms() + costs.verify_ms(static_cast<int64_t>(logw.size()));
 }
 

@@ -11,7 +11,6 @@ namespace kdt {
 // Times of the target's and the drafter's passes, measured once and followed since.
 class CostModel {
  public:
-  bool measured() const { return !verify_.empty(); }
   // (rows, milliseconds), ascending rows.
   void set_verify(std::vector<std::pair<int64_t, double>> points);
   void set_draft(double ms) { draft_ms_ = ms; }
@@ -50,6 +49,9 @@ class AutoBudget {
   void observe(const std::vector<double>& logw, int64_t committed, const CostModel& costs);
 
  private:
+  static constexpr int64_t kFirstInterval = 64;
+  static constexpr int64_t kFirstDepth = 8;
+
   // Accepted nodes a promised one, lately.
   double honesty() const;
   // Tokens a millisecond that the next rounds will make, drafting or not.
@@ -58,9 +60,9 @@ class AutoBudget {
   double expected_ = 2,
          accepted_ = 2;         // decaying sums of nodes' probabilities and of accepted nodes
   double tokens_ = 0, ms_ = 0;  // decaying sums over drafted rounds
-  int64_t interval_ = 64;       // plain steps before drafting is tried again
-  int64_t skip_ = 0;            // of them still to go
-  int64_t depth_ = 8;
+  int64_t interval_ = kFirstInterval;  // plain steps before drafting is tried again
+  int64_t skip_ = 0;                   // of them still to go
+  int64_t depth_ = kFirstDepth;
 };
 
 }  // namespace kdt

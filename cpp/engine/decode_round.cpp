@@ -37,10 +37,6 @@ int64_t Engine::draft_depth(const Request& request) const {
 }
 
 void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
-  if (!costs_.measured() && std::any_of(requests.begin(), requests.end(),
-                                        [](const Request* r) { return r->is_auto(); })) {
-    measure_costs();
-  }
   for (size_t i = 0; i < requests.size(); ++i)
     outputs[i]->root_token_id = requests[i]->token_ids.back();
   if (draft_) draft_trees(requests, outputs);
@@ -73,10 +69,14 @@ void Engine::decode(const std::vector<Request*>& requests, std::vector<StepOutpu
 
 void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs) {
   const Clock draft_clock;
+  // Asked once a round, whatever the number of requests that leave it to the engine.
+  const auto first_auto =
+      std::find_if(requests.begin(), requests.end(), [](const Request* r) { return r->is_auto(); });
+  const bool auto_drafts =
+      first_auto != requests.end() && auto_budget_.should_draft(costs_, (*first_auto)->token_ids);
   std::vector<size_t> drafting;
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (draft_depth(*requests[i]) > 0 &&
-        (!requests[i]->is_auto() || auto_budget_.should_draft(costs_, requests[i]->token_ids))) {
+    if (draft_depth(*requests[i]) > 0 && (!requests[i]->is_auto() || auto_drafts)) {
       drafting.push_back(i);
     }
   }
@@ -119,7 +119,7 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   stats_.build_ms += build_ms;
   for (const size_t i : drafting) outputs[i]->build_ms = build_ms;
   // The context's rows must be added once, whichever round does it.
-  if (costs_.measured() && count == 1) costs_.observe_draft(draft_ms - extend_ms + build_ms);
+  if (count == 1) costs_.observe_draft(draft_ms - extend_ms + build_ms);
 }
 
 DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64_t max_depth) {
@@ -189,7 +189,7 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
   const double ms = clock.ms();
   stats_.verify_ms += ms;
   for (StepOutput* output : outputs) output->verify_ms = ms;
-  if (costs_.measured() && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), ms);
+  if (draft_ && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), ms);
 }
 
 void Engine::accept_and_commit(Request& request, StepOutput& output,
@@ -284,13 +284,14 @@ void Engine::extend_context(Request& request) {
 // so that a disturbance does not hit one size alone; the quickest of a size counts.
 void Engine::measure_costs() {
   constexpr int64_t kSizes[] = {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 49, 65};
-  constexpr int kWarmUp = 2, kSweeps = 6;
+  constexpr int kWarmUp = 1, kSweeps = 6;
+  constexpr double kEnoughMs = 300;  // a busy machine gets fewer sweeps
   const int64_t context = std::min<int64_t>(256, max_model_len_ / 2);
   const auto timed = [&](const auto& body) {
-    const Clock clock;
+    const Clock pass;
     body();
     backend_->synchronize();
-    return clock.ms();
+    return pass.ms();
   };
   std::vector<std::pair<int64_t, double>> points;
   for (const int64_t rows : kSizes) points.emplace_back(rows, 1e9);
@@ -299,7 +300,9 @@ void Engine::measure_costs() {
   const std::vector<int32_t> block(draft_->config().block_size,
                                    static_cast<int32_t>(draft_->config().mask_token_id));
   int64_t token = 0;
+  const Clock clock;
   for (int sweep = 0; sweep < kWarmUp + kSweeps; ++sweep) {
+    if (sweep > kWarmUp && clock.ms() > kEnoughMs) break;
     for (auto& [rows, best] : points) {
       batch_->clear();
       batch_->begin_sequence(context, block_table(spare_slot()));

@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kBlockSize = 64;
 constexpr int64_t kMaxContext = int64_t{1} << 24;
+// The rows of a chunk all see each other, so what a pass keeps of that grows with the square.
+constexpr int64_t kMaxChunk = 4096;
 // Rows of logits held at once.
 constexpr int64_t kLogitRows = 64;
 // Rows of features kept for a drafter that has not been asked; a request that never drafts is
@@ -22,8 +24,9 @@ constexpr int64_t kPendingRows = 1024;
 Engine::Engine(const EngineOptions& options) {
   KDT_CHECK_ARGUMENT(options.max_num_seqs >= 1 && options.max_num_seqs <= 1024, "max_num_seqs is ",
                      options.max_num_seqs, "; want 1 to 1024");
-  KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= 65536,
-                     "prefill_chunk_size is ", options.prefill_chunk_size, "; want 1 to 65536");
+  KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= kMaxChunk,
+                     "prefill_chunk_size is ", options.prefill_chunk_size, "; want 1 to ",
+                     kMaxChunk);
   KDT_CHECK_ARGUMENT(std::isfinite(options.latent_rms_norm_eps) &&
                          options.latent_rms_norm_eps >= 0 && options.latent_rms_norm_eps < 1,
                      "latent_rms_norm_eps is ", options.latent_rms_norm_eps,
@@ -39,7 +42,7 @@ Engine::Engine(const EngineOptions& options) {
   token_out_ = backend_->allocate(DType::kInt32, {kLogitRows});
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
   tree_ints_ =
-      backend_->allocate(DType::kInt32, {6, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
+      backend_->allocate(DType::kInt32, {5, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
   tree_logw_ = backend_->allocate(DType::kFloat64, {kMaxTreeBudget + 1});
   tree_counts_ = backend_->allocate(DType::kInt32, {2});
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
@@ -57,6 +60,7 @@ Engine::Engine(const EngineOptions& options) {
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
     pending_features_.push_back(backend_->allocate(DType::kFloat32, {pending_rows, width}));
   }
+  measure_costs();
 }
 
 void Engine::load(const EngineOptions& options) {
@@ -189,13 +193,20 @@ int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids,
 }
 
 std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_token_ids,
-                                         const RequestOptions& options) {
+                                         const RequestOptions& options,
+                                         const std::function<void()>& after_step) {
   const int64_t id = add_request(prompt_token_ids, options);
   std::vector<StepOutput> mine;
-  while (mine.empty() || !mine.back().finished) {
-    for (StepOutput& output : step()) {
-      if (output.request_id == id) mine.push_back(std::move(output));
+  try {
+    while (mine.empty() || !mine.back().finished) {
+      for (StepOutput& output : step()) {
+        if (output.request_id == id) mine.push_back(std::move(output));
+      }
+      if (after_step) after_step();
     }
+  } catch (...) {
+    abort(id);
+    throw;
   }
   return mine;
 }
@@ -272,7 +283,6 @@ std::vector<int32_t> Engine::next_tokens(int64_t begin, int64_t count) {
     backend_->argmax(logits, ids);
     backend_->download(tokens.data() + row, ids);
   }
-  for (const int32_t token : tokens) KDT_CHECK(token >= 0, "the target's logits are not numbers");
   return tokens;
 }
 
@@ -282,6 +292,12 @@ void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens,
     return std::find(ids.begin(), ids.end(), id) != ids.end();
   };
   for (const int32_t token : tokens) {
+    if (token < 0) {
+      // The logits were no numbers: this request cannot go on, the others can.
+      output.finished = true;
+      output.finish_reason = "error";
+      return;
+    }
     request.token_ids.push_back(token);
     output.token_ids.push_back(token);
     ++stats_.generated_tokens;
@@ -335,13 +351,13 @@ void Engine::append_logits(int64_t num_rows, std::vector<float>& out) {
   }
 }
 
-std::vector<float> Engine::logits(const std::vector<int64_t>& token_ids) {
-  check_token_ids("token_ids", token_ids);
+void Engine::prefill_spare(const char* name, const std::vector<int64_t>& token_ids,
+                           std::vector<float>* logits) {
+  check_token_ids(name, token_ids);
   const auto length = static_cast<int64_t>(token_ids.size());
-  KDT_CHECK_ARGUMENT(length <= max_model_len_, "token_ids has ", length,
-                     " tokens; max_model_len is ", max_model_len_);
+  KDT_CHECK_ARGUMENT(length <= max_model_len_, name, " has ", length, " tokens; max_model_len is ",
+                     max_model_len_);
   const std::vector<int32_t> ids(token_ids.begin(), token_ids.end());
-  std::vector<float> out;
   for (int64_t begin = 0; begin < length; begin += chunk_size_) {
     const int64_t count = std::min(chunk_size_, length - begin);
     batch_->clear();
@@ -349,8 +365,13 @@ std::vector<float> Engine::logits(const std::vector<int64_t>& token_ids) {
     batch_->add_chain(ids.data() + begin, count, begin);
     batch_->upload();
     target_->forward(*batch_, *target_cache_);
-    append_logits(count, out);
+    if (logits != nullptr) append_logits(count, *logits);
   }
+}
+
+std::vector<float> Engine::logits(const std::vector<int64_t>& token_ids) {
+  std::vector<float> out;
+  prefill_spare("token_ids", token_ids, &out);
   return out;
 }
 
@@ -374,7 +395,7 @@ std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix,
                        " is at position ", prefix_len + depths[slot], "; max_model_len is ",
                        max_model_len_);
   }
-  logits(prefix);
+  prefill_spare("prefix_token_ids", prefix, nullptr);
   batch_->clear();
   batch_->begin_sequence(prefix_len, block_table(spare_slot()));
   for (int64_t slot = 0; slot < slots; ++slot) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,9 +46,11 @@ class Engine {
   // commit.
   std::vector<StepOutput> step();
   // Adds a request and steps until it has ended; what the rounds did for it. Others advance too,
-  // and what the rounds did for them is lost to the caller.
+  // and what the rounds did for them is lost to the caller. `after_step` may throw: that ends the
+  // request.
   std::vector<StepOutput> generate(const std::vector<int64_t>& prompt_token_ids,
-                                   const RequestOptions& options);
+                                   const RequestOptions& options,
+                                   const std::function<void()>& after_step = nullptr);
   bool has_unfinished() const { return !waiting_.empty() || !active_.empty() || !ended_.empty(); }
   // Ends a request at once. False when there is none of that id.
   bool abort(int64_t request_id);
@@ -104,6 +107,9 @@ class Engine {
   // The target's next tokens after the pass's rows [begin, begin + count).
   std::vector<int32_t> next_tokens(int64_t begin, int64_t count);
   void append_logits(int64_t num_rows, std::vector<float>& out);
+  // Caches the tokens in the spare slot; their logits go to the end of `logits` unless it is null.
+  void prefill_spare(const char* name, const std::vector<int64_t>& token_ids,
+                     std::vector<float>* logits);
 
   std::unique_ptr<Backend> backend_;
   ModelConfig config_;

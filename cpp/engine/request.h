@@ -40,7 +40,7 @@ struct StepOutput {
   int64_t num_prefilled = 0;
   int64_t prompt_length = 0;
   bool finished = false;
-  std::string finish_reason;   // "", "stop", "length"
+  std::string finish_reason;   // "", "stop", "length", "error" (the logits were no numbers)
   int32_t stop_token_id = -1;  // the token that stopped it
   int32_t root_token_id = -1;  // the last committed token before the round
   DraftTree tree;              // empty after a plain step or prefill

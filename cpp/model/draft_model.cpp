@@ -87,6 +87,8 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
 void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
                        const Tensor& logits) {
   const DraftConfig& c = config_;
+  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ",
+            c.block_size);
   const int64_t rows = batch.num_rows();
   const auto eps = static_cast<float>(c.rms_norm_eps);
   const Tensor residual = residual_.tensor.rows(0, rows);
@@ -136,8 +138,6 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
     backend_.add_rms_norm(residual, delta, next_norm, eps, x);
   }
   // Every row of a block but the first predicts a token.
-  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ",
-            c.block_size);
   std::vector<int32_t> drafted;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = row % c.block_size;

@@ -1,5 +1,6 @@
 #include "model/weights.h"
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -195,8 +196,10 @@ const WeightSpec& WeightReader::spec(const std::string& name) const {
 std::vector<uint8_t> WeightReader::read(const SafetensorsView& view) {
   std::vector<uint8_t> bytes(view.bytes);
   folder_.read(view, bytes.data());
-  done_bytes_ += static_cast<int64_t>(view.bytes);
-  if (progress_) progress_(done_bytes_, static_cast<int64_t>(folder_.total_bytes()));
+  const auto total = static_cast<int64_t>(folder_.total_bytes());
+  // A tied embedding is read twice.
+  done_bytes_ = std::min(total, done_bytes_ + static_cast<int64_t>(view.bytes));
+  if (progress_) progress_(done_bytes_, total);
   return bytes;
 }
 

@@ -69,7 +69,8 @@ class WeightReader {
 
  private:
   const WeightSpec& spec(const std::string& name) const;
-  // The tensor's bytes, read from the file: a mapping of one that is cut short meanwhile would end the process.
+  // The tensor's bytes, read from the file: a mapping of one that is cut short meanwhile would end
+  // the process.
   std::vector<uint8_t> read(const SafetensorsView& view);
 
   const SafetensorsFolder& folder_;

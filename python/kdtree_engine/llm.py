@@ -94,10 +94,6 @@ class LLM:
         self.config: dict[str, Any] = self._engine.config()
         self._check_block(options.get("num_speculative_tokens"))
         self._running: dict[int, _Sequence] = {}
-        if self.speculative.tree_budget == "auto" and self.speculative.method == "ddtree":
-            # The first round with an automatic budget measures the machine: not in a user's time.
-            warm_up = _core.RequestOptions(max_tokens=2, ignore_eos=True, method="ddtree")
-            self._engine.generate([0], warm_up)
 
     def _check_block(self, wanted: Any) -> None:
         drafter = self.config["drafter"]
