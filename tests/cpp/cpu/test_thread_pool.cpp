@@ -1,6 +1,7 @@
 // The pool: every task once, whatever the numbers of tasks and threads.
 #include <atomic>
 #include <chrono>
+#include <stdexcept>
 #include <vector>
 
 #include "check.h"
@@ -101,6 +102,23 @@ KDT_TEST(several_threads_take_part) {
     if (both.load()) break;
   }
   EXPECT(both.load());
+}
+
+KDT_TEST(a_task_that_throws_reaches_the_caller) {
+  for (int threads = 1; threads <= 4; ++threads) {
+    ThreadPool pool(threads);
+    for (int64_t tasks : {1, 2, 4, 50}) {
+      for (int64_t culprit : {int64_t{0}, tasks - 1}) {
+        EXPECT_THROWS("task failed", pool.run(tasks, [&](int64_t task, int) {
+          if (task == culprit) throw std::runtime_error("task failed");
+        }));
+        // The pool works as before.
+        std::atomic<int64_t> sum{0};
+        pool.run(tasks, [&](int64_t task, int) { sum += task; });
+        EXPECT_EQ(sum.load(), tasks * (tasks - 1) / 2);
+      }
+    }
+  }
 }
 
 KDT_TEST(a_pool_ends_while_idle_or_unused) {
