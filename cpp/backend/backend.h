@@ -42,7 +42,7 @@ class LinearWeight {
   int64_t in_features = 0;
 };
 
-// One expert's three matrices, or a layer's experts.
+// One expert's three matrices.
 struct HostExpert {
   HostMatrix gate, up, down;
 };

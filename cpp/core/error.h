@@ -22,7 +22,7 @@ std::string join(const Parts&... parts) {
 
 }  // namespace kdt
 
-// Both name the values in their message; used in release builds too.
+// The parts of the message name the values. Checked in release builds too.
 #define KDT_CHECK(condition, ...)                                   \
   do {                                                              \
     if (!(condition)) throw ::kdt::Error(::kdt::join(__VA_ARGS__)); \

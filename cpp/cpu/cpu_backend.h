@@ -57,9 +57,9 @@ struct CpuExperts final : ExpertsWeight {
   std::vector<Expert> experts;
 };
 
-// Keys are kept twice as the attention reads them: transposed in panels of 32 positions for the
-// scores, and as rows of values. MLA: one group, whose value is the start of its key. GQA: a group
-// a key-value head.
+// Kept as the two products of attention read them: keys transposed in panels of 32 positions,
+// values as rows. MLA: one group, whose value is the start of its key. GQA: a group a key-value
+// head.
 struct CpuKvCache final : KvCache {
   int64_t num_groups = 0, key_dim = 0, value_dim = 0;
   int64_t value_stride = 0;  // value_dim rounded up to whole panels
@@ -134,8 +134,7 @@ class CpuBackend final : public Backend {
     std::vector<int32_t> more_ints;
   };
 
-  // The part [0, panels * 32) of one matrix's product: outputs from `panel` on, `count` panels of
-  // them.
+  // `count` panels of one matrix's product, from `panel` on.
   void multiply(const float* x, int64_t ldx, int64_t rows, const PackedMatrix& matrix,
                 int64_t panel, int64_t count, float* out, int64_t ldo) const;
   // Tasks of at least this many multiply-adds pay for being handed to another thread.

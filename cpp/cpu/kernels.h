@@ -1,6 +1,6 @@
 // The inner loops of the CPU back end, one set for each instruction set, chosen at run time.
 //
-// Every product is one chain of multiply-adds over ascending k that starts at zero, with the
+// A product is one chain of multiply-adds over ascending k that starts at zero, with the
 // outputs in the vector's lanes (docs/adr/0005). So the bits of an output depend on its row and its
 // weights alone: not on how many rows there are, how they are tiled, which thread works on them or
 // how wide a vector is.

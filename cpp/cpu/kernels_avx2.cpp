@@ -1,4 +1,4 @@
-// The kernels for avx2; CMake gives this file its instruction set.
+// The kernels for AVX2; CMake gives this file its instruction set.
 #define KDT_ISA_AVX2
 #define KDT_ISA_NAME "avx2"
 #include "cpu/kernels_impl.h"

@@ -1,4 +1,4 @@
-// The kernels for avx512; CMake gives this file its instruction set.
+// The kernels for AVX-512; CMake gives this file its instruction set.
 // The compiler's own header reads an uninitialised vector on purpose (_mm512_undefined_ps).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"

@@ -24,6 +24,11 @@ constexpr int units_for(int rows, int vectors_per_unit) {
   return units > kMaxUnits ? kMaxUnits : units < 1 ? 1 : units;
 }
 
+template <int kUnitsPerPanel>
+constexpr int ceil_panels(int units) {
+  return (units + kUnitsPerPanel - 1) / kUnitsPerPanel;
+}
+
 // Writes the lanes of `value` that fall before `columns`.
 inline void store_lanes(float* row, int64_t column, int64_t columns, Vec value) {
   if (column + kLanes <= columns) {
@@ -63,7 +68,8 @@ struct Bf16Weights {
     for (int64_t i = 0; i < k; ++i) {
       Vec weight_low[S], weight_high[S];
       for (int s = 0; s < S; ++s) {
-        if constexpr (R >= kPrefetchRows) __builtin_prefetch(w[s] + (S * k + i) * 16, 0, 2);
+        if constexpr (R >= kPrefetchRows)
+          __builtin_prefetch(w[s] + (ceil_panels<kUnitsPerPanel>(S) * k + i) * 16, 0, 2);
         const Words words = load_words(w[s] + i * 16);
         weight_low[s] = low_bf16(words);
         weight_high[s] = high_bf16(words);
@@ -127,10 +133,6 @@ struct Int4Weights {
   const uint32_t* scales;
   int64_t k;
 
-  static constexpr int ceil_panels(int units) {
-    return (units + kUnitsPerPanel - 1) / kUnitsPerPanel;
-  }
-
   template <int kNibble, int R, int S>
   static void nibble(const NibbleTable& table, const Words (&words)[S], const float* x, int64_t ldx,
                      Vec (&group)[R][S]) {
@@ -165,7 +167,7 @@ struct Int4Weights {
       for (int64_t i = g * (kGroup / 8); i < (g + 1) * (kGroup / 8); ++i) {
         Words words[S];
         for (int s = 0; s < S; ++s) {
-          __builtin_prefetch(w[s] + (ceil_panels(S) * (k / 8) + i) * kPanel, 0, 2);
+          __builtin_prefetch(w[s] + (ceil_panels<kUnitsPerPanel>(S) * (k / 8) + i) * kPanel, 0, 2);
           words[s] = load_words(w[s] + i * kPanel);
         }
         const float* values = x + i * 8;

@@ -1,4 +1,4 @@
-// The kernels for portable; CMake gives this file its instruction set.
+// The kernels for any processor the compiler knows.
 #define KDT_ISA_NAME "portable"
 #include "cpu/kernels_impl.h"
 

@@ -12,13 +12,16 @@ enum class Method { kPlain, kChain, kTree };
 struct RequestOptions {
   int64_t max_tokens = 16;
   std::vector<int64_t> stop_token_ids;
-  bool ignore_eos = false;  // do not stop at the checkpoint's own eos ids
-  std::string method;       // "none", "dflash", "ddtree"; "" is the engine's default
-  int64_t tree_budget =
-      0;  // most draft nodes below the root; 0: chosen each round (dflash: the whole block)
-  int64_t tree_topk = 0;  // candidates of a depth; 0: as many as the budget
-  double draft_temperature =
-      1.0;  // divides the drafter's logits; changes the tree, never the output
+  // Do not stop at the checkpoint's own eos ids.
+  bool ignore_eos = false;
+  // "none", "dflash", "ddtree"; "": "ddtree" with a drafter, else "none".
+  std::string method;
+  // Most draft nodes below the root; 0: chosen each round (dflash: the whole block).
+  int64_t tree_budget = 0;
+  // Candidates of a depth; 0: as many as the budget.
+  int64_t tree_topk = 0;
+  // Divides the drafter's logits: changes the tree, never the output.
+  double draft_temperature = 1.0;
 };
 
 // A draft tree on the host. Arrays are indexed by slot; slot 0 is the root.
@@ -27,16 +30,16 @@ struct DraftTree {
   std::vector<double> logw;
 
   int64_t num_nodes() const { return static_cast<int64_t>(tokens.size()); }
-  // Keeps the first `count` slots: the tree of budget count - 1, because slots are in best-first
-  // order.
+  // Keeps the first `count` slots. Slots are in best-first order, so this is the tree of budget
+  // count - 1.
   void truncate(int64_t count);
 };
 
 struct StepOutput {
   int64_t request_id = 0;
   std::vector<int32_t> token_ids;  // committed by this round
-  int64_t accept_length =
-      0;  // tokens the target's forward committed, bonus included; 0 while prefilling
+  // Tokens the target's forward committed, bonus included; 0 while prefilling.
+  int64_t accept_length = 0;
   int64_t num_prefilled = 0;
   int64_t prompt_length = 0;
   bool finished = false;

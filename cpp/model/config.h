@@ -45,8 +45,8 @@ struct ModelConfig {
   bool norm_topk_prob = true;
   double routed_scaling_factor = 1.0;
   double rms_norm_eps = 1e-6;
-  double latent_rms_norm_eps =
-      1e-6;  // q_a_layernorm and kv_a_layernorm (the rule is in config.cpp)
+  // Of q_a_layernorm and kv_a_layernorm; the rule is in config.cpp.
+  double latent_rms_norm_eps = 1e-6;
   int64_t max_position_embeddings = 0;
   bool tie_word_embeddings = false;
   bool rope_interleave = true;
@@ -79,8 +79,8 @@ struct DraftConfig {
   int64_t mask_token_id = 0;
   std::vector<bool> layer_causal;     // [num_hidden_layers] causal inside the block
   std::vector<int64_t> layer_window;  // [num_hidden_layers] sliding window in tokens, 0: none
-  std::string
-      tensor_prefix;  // "" or "model."; config.json does not tell, so the parser leaves it ""
+  // "" or "model."; config.json does not tell, so the parser leaves it "".
+  std::string tensor_prefix;
 };
 
 // Reads `folder`/config.json (and generation_config.json for the stop ids). Throws Error naming the
