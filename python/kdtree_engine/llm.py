@@ -121,7 +121,8 @@ class LLM:
         A prompt is a string or {"prompt_token_ids": [...]}. `sampling_params`: one for all or one
         each. `use_tqdm` shows a progress bar. `speculative_config`, without `model`, replaces the
         engine's own for this call. Raises ValueError when a prompt or an option is refused; then
-        nothing is generated.
+        nothing is generated. Raises RuntimeError when the model's logits were no numbers; then the
+        other requests of the call end too.
         """
         single = isinstance(prompts, str | Mapping)
         listed: list[Any] = [prompts] if single else list(prompts)
@@ -143,6 +144,8 @@ class LLM:
                 task = bar.add_task("requests", total=len(sequences))
                 while not all(s.finished for s in sequences):
                     self._step()
+                    for index, sequence in enumerate(sequences):
+                        sequence.check(f"prompt {index}: ")
                     bar.update(task, completed=sum(s.finished for s in sequences))
         finally:
             self._release(sequences)
@@ -159,7 +162,8 @@ class LLM:
 
         Their texts together are the whole text, and none splits a character. Chunks without tokens
         report progress of the prefill. The request starts now, and ends early when the stream is
-        closed.
+        closed. Iterating raises RuntimeError when the model's logits were no numbers, after what
+        came before them.
         """
         speculative = self._speculative_for(speculative_config)
         params = sampling_params or SamplingParams()
@@ -313,6 +317,7 @@ class Stream:
         sequence = self._sequence
         while not sequence.chunks:
             if sequence.finished:
+                sequence.check()
                 raise StopIteration
             self._llm._step()
         return sequence.chunks.popleft()

@@ -51,7 +51,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length", "abort"; None while it runs
+    finish_reason: str | None  # "stop", "length", "abort", "error"; None while it runs
     stop_reason: int | str | None  # the stop string or stop token id, None for the end of text
 
 
@@ -163,6 +163,15 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def check(self, where: str = "") -> None:
+        """Raises RuntimeError if the engine had to give the request up."""
+        if self.finish_reason == "error":
+            raise RuntimeError(
+                f"{where}the model's logits are not all numbers after "
+                f"{len(self.prompt_token_ids) + len(self.token_ids)} tokens: its weights are "
+                "damaged, or too large for float32"
+            )
 
     def advance(self, step: "StepOutput") -> None:
         """Takes one step's tokens, up to a stop string if that comes first."""

@@ -45,6 +45,7 @@ class Engine:
     eos: int = -1
     stride = 3
     break_method = ""  # this method gives wrong tokens
+    no_numbers = -1  # the request of this id ends with "error" after its first token
 
     def __init__(self, model: str, drafter: str | None, device: str, **options: Any) -> None:
         self.drafter, self.options = drafter, options
@@ -79,10 +80,6 @@ class Engine:
         self.aborted.append(request_id)
         return self.active.pop(request_id, None) is not None
 
-    def generate(self, prompt_token_ids: list[int], options: RequestOptions) -> list[StepOutput]:
-        self.warm_ups = [*getattr(self, "warm_ups", []), options]
-        return []
-
     def step(self) -> list[StepOutput]:
         return [self._advance(i, r) for i, r in list(self.active.items())]
 
@@ -96,6 +93,9 @@ class Engine:
                 return StepOutput(request_id, [], 0, request["prefilled"], length)
             stride = 1  # the prompt's last row gives the first token
         done = request.setdefault("done", 0)
+        if request_id == self.no_numbers and done > 0:
+            del self.active[request_id]
+            return StepOutput(request_id, [], 0, length, length, True, "error")
         tokens, stop, reason = [], -1, ""
         for token in request["left"][done : done + stride]:
             if done + len(tokens) >= options.max_tokens:

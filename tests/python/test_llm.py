@@ -128,12 +128,6 @@ def test_speculative_options_reach_the_engine(fake_engine: Fake) -> None:
     assert llm._engine.added[2].tree_budget == 0
 
 
-def test_an_automatic_budget_measures_at_load(fake_engine: Fake) -> None:
-    assert [o.method for o in LLM()._engine.warm_ups] == ["ddtree"]
-    for config in ({"tree_budget": 8}, {"method": "dflash"}, {"method": "none"}):
-        assert not hasattr(LLM(speculative_config=config)._engine, "warm_ups")
-
-
 def test_method_is_none_without_a_drafter(fake_engine: Fake, tokenizer_folder: Path) -> None:
     (tokenizer_folder / "drafter").rmdir()
     assert LLM().speculative == SpeculativeConfig("none")
@@ -355,6 +349,24 @@ def test_an_interrupted_generate_leaves_nothing_running(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"])
     assert not llm._running and llm._engine.aborted == [1, 2]
+
+
+def test_logits_that_are_no_numbers_are_an_error(llm: LLM) -> None:
+    llm._engine.no_numbers = 2
+    with pytest.raises(RuntimeError, match="prompt 1: the model's logits are not all numbers"):
+        llm.generate(["a", "b", "c"])
+    assert not llm._running and not llm._engine.active and {1, 3} <= set(llm._engine.aborted)
+    assert llm.generate("a")[0].outputs[0].token_ids == HELLO
+
+
+def test_a_stream_gives_what_came_before_an_error(llm: LLM) -> None:
+    llm._engine.no_numbers = 1
+    stream, texts = llm.stream("a"), []
+    with pytest.raises(RuntimeError, match="not all numbers after 3 tokens"):
+        for chunk in stream:
+            texts.append(chunk.text)
+    assert "".join(texts) == "hello" and stream.output.outputs[0].finish_reason == "error"
+    assert not llm._running
 
 
 def test_statistics(llm: LLM) -> None:

@@ -138,11 +138,11 @@ def test_statistics_add_up(llm: LLM) -> None:
     assert set(plain.accept_length_histogram) == {1} and plain.tokens_per_forward == 1.0
 
 
-def test_an_automatic_budget_is_measured_at_load(tiny_model: Path) -> None:
-    with LLM(tiny_model, num_threads=1) as auto:
-        assert auto.stats()["verify_cost"]
-    with LLM(tiny_model, num_threads=1, speculative_config={"tree_budget": 8}) as fixed:
-        assert not fixed.stats()["verify_cost"]
+def test_costs_are_measured_at_load_when_there_is_a_drafter(tiny_model: Path) -> None:
+    with LLM(tiny_model, num_threads=1) as llm:
+        assert llm.stats()["verify_cost"] and llm.stats()["draft_cost_ms"] > 0
+    with LLM(tiny_model, num_threads=1, speculative_config={"method": "none"}) as plain:
+        assert not plain.stats()["verify_cost"]
 
 
 def test_progress_reaches_the_total(tiny_model: Path) -> None:
