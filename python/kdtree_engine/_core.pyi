@@ -53,7 +53,7 @@ class StepOutput:
     num_prefilled: int  # prompt tokens processed so far
     prompt_length: int
     finished: bool
-    finish_reason: str  # "", "stop", "length"
+    finish_reason: str  # "", "stop", "length", "error" (the logits were no numbers)
     stop_token_id: int  # the token that stopped it, -1: none
     root_token_id: int  # the tree's root: the last committed token before this round
     tree: Tree | None  # None: a plain step or prefill
@@ -116,8 +116,8 @@ class Engine:
 
         target_forwards, draft_forwards, generated_tokens, prefill_tokens; milliseconds by stage
         (prefill_ms, draft_ms, build_ms, verify_ms, commit_ms); active_requests, waiting_requests,
-        kv_tokens_free; verify_cost (list of (rows, ms)) and draft_cost_ms, measured at load when there
-        is a drafter; model_bytes, device, isa, num_threads.
+        kv_tokens_free; verify_cost (list of (rows, ms)) and draft_cost_ms, measured at load when
+        there is a drafter; model_bytes, device, isa, num_threads.
         """
     def config(self) -> dict[str, Any]:
         """`model` and `drafter` (None without one), by the checkpoints' keys; max_model_len."""
