@@ -9,6 +9,7 @@ import typer
 
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_bench import bench
+from kdtree_engine.sampling_params import METHODS
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
 
@@ -40,7 +41,7 @@ def generate(
     draft_model: common.DraftModel = None,
     method: Annotated[
         str | None,
-        typer.Option(help="none, dflash or ddtree.  [default: ddtree if there is a drafter]"),
+        typer.Option(help=f"{', '.join(METHODS)}.  [default: ddtree if there is a drafter]"),
     ] = None,
     tree_budget: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
@@ -65,7 +66,9 @@ def generate(
 ) -> None:
     """Continue a prompt and show how fast that went.
 
-    The text goes to standard output, everything else to standard error.
+    The text goes to standard output, everything else to standard error. The last line ends with
+    the accept lengths: a bar for each number of tokens that a forward committed, as high as there
+    were such forwards.
 
     \b
     Examples:
@@ -78,6 +81,10 @@ def generate(
     """
     from kdtree_engine.sampling_params import SamplingParams
 
+    if system is not None and not chat:
+        raise common.OptionError("--system needs --chat")
+    if stop and not all(stop):
+        raise common.OptionError("--stop is empty: give the text that ends the output")
     text = common.read_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
     speculative = common.speculative_options(
@@ -129,10 +136,9 @@ def _record(output: Any) -> dict[str, Any]:
 
 def _stats_line(output: Any) -> str:
     completion, spec = output.outputs[0], output.spec
-    method = spec.method if spec.tree_budget is None else f"{spec.method} {spec.tree_budget}"
     parts = [
         f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
-        method,
+        spec.name,
         f"{spec.tokens_per_second:.1f} tokens/s",
         f"{spec.target_forwards} target forwards",
         f"{spec.tokens_per_forward:.2f} tokens per forward",
@@ -182,7 +188,7 @@ def tree(
     prompt: Prompt,
     model: common.Model = None,
     draft_model: common.DraftModel = None,
-    tree_budget: Annotated[int, typer.Option(metavar="N", help="Draft nodes.")] = 16,
+    tree_budget: Annotated[str, typer.Option(metavar="N", help="Draft nodes.")] = "16",
     tree_topk: common.TreeTopk = 0,
     draft_temperature: common.DraftTemperature = 1.0,
     after: Annotated[int, typer.Option(min=0, help="Rounds to skip first.")] = 0,
@@ -194,6 +200,7 @@ def tree(
     """Draw the draft tree of the next round and the path the target accepts.
 
     Beside each token: the drafter's probability of the token at its depth, and of the whole path.
+    The tree has as many nodes as --tree-budget says; `auto` has no place here.
 
     \b
     Examples:
@@ -206,10 +213,9 @@ def tree(
 
     text = common.read_prompt(prompt)
     common.check_writable("--svg", svg)
-    if not 1 <= tree_budget <= 256:
-        raise ValueError(f"--tree-budget is {tree_budget}, want 1 to 256")
+    common.parse_budget(tree_budget, auto=False)
     speculative = common.speculative_options(
-        draft_model, "ddtree", str(tree_budget), tree_topk, draft_temperature
+        draft_model, "ddtree", tree_budget, tree_topk, draft_temperature
     )
     llm = common.load(model, speculative, device=device, num_threads=num_threads)
     params = SamplingParams(max_tokens=None)
@@ -230,4 +236,5 @@ def tree(
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command; ends the process with its status."""
+    common.never_fail_to_encode()
     app(args=argv, prog_name="kdtree")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
 
 _MAX_HEADER_BYTES = 100_000_000
-_KV_BYTES = 4  # the CPU keeps latents in float32
+_KV_BYTES = 4  # the CPU caches float32
+_CACHE_BYTES = (1 << 16, 4 << 30)  # what the ceiling of the caches can be measured with
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Arithmetic:
     """One token of plain decoding at the bench's mean context, and the ceilings measured with it.
 
     Bytes: weights touched (a routed expert counts by the share of tokens it sees), one embedding
-    row, the latents of the context. Operations: two for each multiply-add.
+    row, the KV cache of the context. Operations: two for each multiply-add. Which ceiling of the
+    two for bytes holds depends on whether the last-level cache holds `model_bytes`.
     """
 
+    model_bytes: int | None  # all weights in memory, drafter included
     weight_bytes: float
     kv_bytes: float
     operations: float
@@ -53,21 +56,27 @@ def of_plain(llm: "LLM", plain: "Setting", mean_context: float) -> Arithmetic:
     weight_bytes, macs = weights_per_token(llm.model, config)
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    kv_bytes = mean_context * layers * latent * _KV_BYTES
+    # Keys (latent and rope part) and, laid out apart from them, values (the latent again).
+    kv_bytes = mean_context * layers * (latent + config["kv_lora_rank"]) * _KV_BYTES
     # Scores over the latent and rope parts, then the weighted sum of latents.
     macs += mean_context * layers * heads * (latent + config["kv_lora_rank"])
     total_bytes, operations = weight_bytes + kv_bytes, 2 * macs
-    ceilings = _core.measure_cpu(llm.stats()["num_threads"], int(total_bytes))
+    low, high = _CACHE_BYTES
+    stats = llm.stats()
+    ceilings = _core.measure_cpu(stats["num_threads"], min(max(int(total_bytes), low), high))
     memory_ms = total_bytes / ceilings["read_gb_s"] / 1e6
     cache_ms = total_bytes / ceilings["cache_gb_s"] / 1e6
     compute_ms = operations / ceilings["fma_gflops"] / 1e6
-    measured_ms = 1000 / plain.tokens_per_second if plain.tokens_per_second else float("inf")
+    measured_ms = (
+        1000 / plain.spec.tokens_per_second if plain.spec.tokens_per_second else float("inf")
+    )
     return Arithmetic(
+        model_bytes=stats.get("model_bytes"),
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         operations=operations,
         mean_context=mean_context,
-        tokens_per_second=plain.tokens_per_second,
+        tokens_per_second=plain.spec.tokens_per_second,
         isa=ceilings["isa"],
         num_threads=ceilings["num_threads"],
         fma_gflops=ceilings["fma_gflops"],
@@ -85,12 +94,15 @@ def of_plain(llm: "LLM", plain: "Setting", mean_context: float) -> Arithmetic:
 
 def weights_per_token(folder: Path, config: dict[str, Any]) -> tuple[float, float]:
     """(bytes read, multiply-adds) of the target's weights for one token, from the file headers."""
-    share = config["num_experts_per_tok"] / config["n_routed_experts"]
+    experts = config.get("n_routed_experts")  # none in a dense model
+    share = config["num_experts_per_tok"] / experts if experts else 0.0
     total_bytes = macs = 0.0
-    for name, (shape, num_bytes) in _tensors(folder).items():
+    tensors = _tensors(folder)
+    for name, (shape, num_bytes) in tensors.items():
         if name.endswith("embed_tokens.weight"):
             total_bytes += num_bytes / shape[0]
-            continue
+            if "lm_head.weight" in tensors:
+                continue  # else the embedding is the head too
         used = share if ".mlp.experts." in name else 1.0
         total_bytes += used * num_bytes
         if name.endswith(".weight_packed"):
@@ -122,8 +134,9 @@ def show(a: Arithmetic) -> None:
         title=f"plain decoding, one token at {a.mean_context:.0f} tokens of context: "
         f"{a.measured_ms:.3f} ms ({a.tokens_per_second:.1f} tokens/s)"
     )
-    for name in ("limit", "needs", "ceiling", "least time", "reached"):
-        table.add_column(name, justify="left" if name == "limit" else "right")
+    table.add_column("limit", no_wrap=True)
+    for name in ("needs", "ceiling", "least time", "reached"):
+        table.add_column(name, justify="right")
     need = f"{(a.weight_bytes + a.kv_bytes) / 1e6:.2f} MB"
     rows = (
         ("memory", need, f"{a.read_gb_s:.1f} GB/s", a.memory_ms, a.fraction_of_memory),
@@ -144,3 +157,8 @@ def show(a: Arithmetic) -> None:
         f"ceilings measured just now with {a.num_threads} threads, {a.isa}; caches: reading "
         f"{need} over and over"
     )
+    if a.model_bytes is not None:
+        console.print(
+            f"the weights are {a.model_bytes / 1e6:.1f} MB in all: a last-level cache that holds "
+            "them makes caches the bound, a smaller one memory"
+        )

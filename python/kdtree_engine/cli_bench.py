@@ -15,6 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kdtree_engine import cli_common as common
+from kdtree_engine.cli_common import OptionError
+from kdtree_engine.outputs import SpecStats
+from kdtree_engine.sampling_params import MAX_BUDGET, METHODS
 
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
@@ -29,62 +32,39 @@ _WARM_UP_TOKENS = 16
 class Setting:
     """One way to decode, and what it did over all prompts."""
 
-    method: str
-    tree_budget: int | str | None
+    spec: SpecStats
     tokens: int = 0
-    target_forwards: int = 0
-    decoded_tokens: int = 0
-    decode_ms: float = 0.0
     seconds: float = 0.0  # wall clock, prefill included
-    histogram: dict[int, int] = field(default_factory=dict)
-    stage_ms: dict[str, float] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)  # prompts with other tokens than plain
 
-    @property
-    def name(self) -> str:
-        return self.method if self.tree_budget is None else f"{self.method} {self.tree_budget}"
-
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"method": self.method}
-        if self.tree_budget is not None:
-            options["tree_budget"] = self.tree_budget
+        options: dict[str, Any] = {"method": self.spec.method}
+        if self.spec.tree_budget is not None:
+            options["tree_budget"] = self.spec.tree_budget
         return options
 
     def add(self, output: "RequestOutput", seconds: float) -> None:
-        spec = output.spec
+        self.spec.add(output.spec)
         self.tokens += len(output.outputs[0].token_ids)
-        self.target_forwards += spec.target_forwards
-        self.decoded_tokens += spec.decoded_tokens
-        self.decode_ms += spec.timings["decode_ms"]
         self.seconds += seconds
-        for length, count in spec.accept_length_histogram.items():
-            self.histogram[length] = self.histogram.get(length, 0) + count
-        for stage, milliseconds in spec.timings.items():
-            self.stage_ms[stage] = self.stage_ms.get(stage, 0.0) + milliseconds
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.decoded_tokens / self.target_forwards if self.target_forwards else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1000 * self.decoded_tokens / self.decode_ms if self.decode_ms > 0 else 0.0
 
     def record(self, plain: "Setting") -> dict[str, Any]:
-        speedup = self.tokens_per_second / plain.tokens_per_second if plain.decode_ms > 0 else 0.0
+        spec, plain_speed = self.spec, plain.spec.tokens_per_second
         return {
-            "method": self.method,
-            "tree_budget": self.tree_budget,
-            "tokens_per_forward": round(self.tokens_per_forward, 4),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "speedup_over_plain": round(speedup, 4),
+            "method": spec.method,
+            "tree_budget": spec.tree_budget,
+            "tokens_per_forward": round(spec.tokens_per_forward, 4),
+            "tokens_per_second": round(spec.tokens_per_second, 2),
+            "speedup_over_plain": round(spec.tokens_per_second / plain_speed, 4)
+            if plain_speed > 0
+            else 0.0,
             "identical_to_plain": not self.differing,
             "differing_prompts": self.differing,
             "tokens": self.tokens,
-            "target_forwards": self.target_forwards,
+            "target_forwards": spec.target_forwards,
             "seconds": round(self.seconds, 4),
-            "accept_length_histogram": dict(sorted(self.histogram.items())),
-            "timings_ms": {stage: round(ms, 3) for stage, ms in self.stage_ms.items()},
+            "accept_length_histogram": dict(sorted(spec.accept_length_histogram.items())),
+            "timings_ms": {stage: round(ms, 3) for stage, ms in spec.timings.items()},
         }
 
 
@@ -99,20 +79,23 @@ class BenchPrompt:
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """The prompts of a JSON file: a list of {"name", "text", "kind"}; errors name the entry."""
+    want = 'want a list of objects such as {"text": "def f("}, "name" and "kind" if you like'
     if not path.is_file():
-        raise ValueError(f"{path} is not a file: name one with prompts as --prompts FILE")
+        raise OptionError(f"{path} is not a file: name one with prompts as --prompts FILE")
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise OptionError(f"prompts file {path} is not JSON ({error}): {want}") from error
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: want a list with at least one prompt")
+        raise OptionError(f"prompts file {path} holds no list of prompts: {want}")
     prompts = []
     for index, entry in enumerate(entries):
         fields = entry if isinstance(entry, dict) else {}
         values = [fields.get(key, "") for key in ("name", "text", "kind")]
         if not all(isinstance(v, str) for v in values) or not fields.get("text"):
-            raise ValueError(f"{path}: prompt {index} wants text fields name, text and kind")
+            raise OptionError(
+                f"prompts file {path}: prompt {index} has no text, or other fields: {want}"
+            )
         prompts.append(BenchPrompt(values[0] or str(index), values[1], values[2]))
     return prompts
 
@@ -121,17 +104,15 @@ def settings_of(methods: str, budgets: str) -> list[Setting]:
     """The settings that two comma-separated options stand for; plain decoding comes first."""
     names = [m.strip() for m in methods.split(",") if m.strip()]
     for name in names:
-        if name not in ("none", "dflash", "ddtree"):
-            raise ValueError(f"--methods has {name!r}, want none, dflash or ddtree")
-    settings = [Setting("none", None)]
+        if name not in METHODS:
+            raise OptionError(f"--methods has {name!r}, want {', '.join(METHODS)}")
+    settings = [Setting(SpecStats("none", None))]
     if "dflash" in names:
-        settings.append(Setting("dflash", None))
+        settings.append(Setting(SpecStats("dflash", None)))
     if "ddtree" in names:
         for text in budgets.split(","):
             budget = common.parse_budget(text.strip(), "--budgets")
-            if isinstance(budget, int) and not 1 <= budget <= 256:
-                raise ValueError(f"--budgets is {budget}, want 1 to 256 or auto")
-            settings.append(Setting("ddtree", budget))
+            settings.append(Setting(SpecStats("ddtree", budget)))
     return settings
 
 
@@ -203,12 +184,14 @@ def bench(
     draft_model: common.DraftModel = None,
     methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
     budgets: Annotated[
-        str, typer.Option(help="Tree budgets, 1 to 256 or auto.")
+        str, typer.Option(help=f"Tree budgets, 1 to {MAX_BUDGET} or auto.")
     ] = _DEFAULT_BUDGETS,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help=f"Prompts.  [default: {PROMPTS_FILE} in the model's folder]"
+            metavar="FILE",
+            help='JSON: a list of {"text": ...}, with "name" and "kind" if you like.  '
+            f"[default: {PROMPTS_FILE} in the model's folder]",
         ),
     ] = None,
     limit: Annotated[
@@ -245,7 +228,7 @@ def bench(
     common.check_writable("--json", json_file)
     folder = model or default_model()
     if len(settings) > 1 and folder.is_dir() and find_drafter(folder, draft_model) is None:
-        raise ValueError(
+        raise OptionError(
             f"{folder} has no drafter: name one with --draft-model, or use --methods none"
         )
     listed = read_prompts(prompts or folder / PROMPTS_FILE)
@@ -265,14 +248,15 @@ def bench(
         from kdtree_engine import cli_arithmetic
 
         result = cli_arithmetic.of_plain(llm, settings[0], _mean_context(llm, listed, settings[0]))
-        cli_arithmetic.show(result)
         report["arithmetic"] = asdict(result)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arithmetic:
+        cli_arithmetic.show(result)
     wrong = [s for s in settings if s.differing]
     for setting in wrong:
         print(
-            f"kdtree: error: {setting.name} gave other tokens than plain decoding on "
+            f"kdtree: error: {setting.spec.name} gave other tokens than plain decoding on "
             f"{len(setting.differing)} of {len(listed)} prompts, first {setting.differing[0]!r}",
             file=sys.stderr,
         )
@@ -289,16 +273,16 @@ def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> flo
 
 def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int) -> None:
     table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each")
-    table.add_column("setting")
+    table.add_column("setting", no_wrap=True, min_width=max(len(s.spec.name) for s in settings))
     for name in ("tokens per forward", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_column("same tokens")
     for setting in settings:
         record = setting.record(settings[0])
         table.add_row(
-            setting.name,
-            f"{setting.tokens_per_forward:.2f}",
-            f"{setting.tokens_per_second:.1f}",
+            setting.spec.name,
+            f"{setting.spec.tokens_per_forward:.2f}",
+            f"{setting.spec.tokens_per_second:.1f}",
             f"{record['speedup_over_plain']:.2f}",
             "yes" if record["identical_to_plain"] else "NO",
         )

@@ -1,7 +1,9 @@
 """What the commands share: options, loading with a progress bar, errors in one line."""
 
+import codecs
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from kdtree_engine.sampling_params import MAX_BUDGET, METHODS, SpeculativeConfig
+
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM, Stream
     from kdtree_engine.outputs import StreamChunk
@@ -20,7 +24,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 Model = Annotated[
     Path | None,
-    typer.Option("--model", "-m", help="Checkpoint folder.  [default: the bundled model]"),
+    typer.Option(
+        "--model", "-m", help="Checkpoint folder.  [default: $KDTREE_MODEL, or the bundled model]"
+    ),
 ]
 DraftModel = Annotated[
     Path | None,
@@ -49,8 +55,53 @@ DraftTemperature = Annotated[
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model's chat template.")]
 
 
+_OPTION_NAMES = re.compile(
+    r"^(?:speculative_config: )?"
+    r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device)"
+    r"(?= (?:is|must|has) )"
+)
+# What a terminal shows that cannot show these.
+_ASCII = {"·": ".", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "×": "x", "✓": "*"}
+_ASCII |= {bar: str(height + 1) for height, bar in enumerate("▁▂▃▄▅▆▇█")}
+
+
+class OptionError(ValueError):
+    """The command line asks for what cannot be: status 2, where a failure has status 1."""
+
+
+def never_fail_to_encode() -> None:
+    """Lets both output streams replace what their encoding lacks."""
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        missing = error.object[error.start : error.end]
+        return "".join(_ASCII.get(c, "?") for c in missing), error.end
+
+    codecs.register_error("kdtree", replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="kdtree")
+
+
+def _one_line(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, in words of the command line, and the exit status."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}", 1
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OptionError):
+        return text, 2
+    named = _OPTION_NAMES.match(text)
+    if named is None or not isinstance(error, ValueError):
+        return text, 1
+    return f"--{named[1].replace('_', '-')}{text[named.end() :]}", 2
+
+
 def errors_in_one_line(command: Command) -> Command:
-    """Ends a command with one line on stderr and status 1 where Python would print a traceback."""
+    """Ends a command with one line on stderr where Python would print a traceback.
+
+    The status is 2 for a wrong option and 1 for a failure.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -68,9 +119,9 @@ def errors_in_one_line(command: Command) -> Command:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise SystemExit(1) from None
         except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
+            text, status = _one_line(error)
             print(f"kdtree: error: {text}", file=sys.stderr)
-            raise SystemExit(1) from None
+            raise SystemExit(status) from None
 
     return wrapped  # type: ignore[return-value]
 
@@ -83,9 +134,19 @@ def load(
     model: Path | None, speculative: dict[str, Any], quiet: bool = False, **options: Any
 ) -> "LLM":
     """Loads the model with a progress bar on stderr, or one line when that is no terminal."""
-    from kdtree_engine.llm import LLM, default_model
+    from kdtree_engine.llm import LLM, default_model, find_drafter
 
-    name = (model or default_model()).resolve().name
+    folder, named = model or default_model(), speculative.get("model")
+    check_checkpoint("--model" if model else "the model", folder)
+    if named is not None:
+        check_checkpoint("--draft-model", named)
+    wants_drafter = speculative.keys() - {"model"} and speculative.get("method") != "none"
+    if wants_drafter and find_drafter(folder, named) is None:
+        raise OptionError(
+            f"drafts need a drafter, and {folder} has no folder 'drafter': name one with "
+            "--draft-model"
+        )
+    name = folder.resolve().name
     console = stderr_console()
     if quiet or not console.is_terminal:
         llm = LLM(model, speculative_config=speculative, **options)
@@ -94,10 +155,10 @@ def load(
         return llm
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=None)
+        task = bar.add_task(name, total=None, visible=False)
 
         def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, visible=True)
 
         return LLM(model, speculative_config=speculative, progress=progress, **options)
 
@@ -111,11 +172,12 @@ def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
         return
     columns = (TextColumn("reading the prompt"), BarColumn(), TextColumn("{task.completed} tokens"))
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("prefill", total=None)
+        task = bar.add_task("prefill", total=None, visible=False)
 
         def show(chunk: "StreamChunk") -> None:
             step = chunk.step
-            bar.update(task, completed=step.num_prefilled, total=step.prompt_length)
+            done, total = step.num_prefilled, step.prompt_length
+            bar.update(task, completed=done, total=total, visible=True)
             if step.num_prefilled >= step.prompt_length:
                 bar.stop()
 
@@ -129,7 +191,7 @@ def speculative_options(
     tree_topk: int = 0,
     draft_temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """The `speculative_config` that options of the command line stand for."""
+    """The `speculative_config` that options of the command line stand for, checked."""
     options: dict[str, Any] = {}
     if draft_model is not None:
         options["model"] = draft_model
@@ -141,41 +203,58 @@ def speculative_options(
         options["tree_topk"] = tree_topk
     if draft_temperature != 1.0:
         options["draft_temperature"] = draft_temperature
+    if method is not None and method not in METHODS:
+        raise OptionError(f"--method is {method!r}, want {', '.join(METHODS)}")
+    trees = [name for name in ("tree_budget", "tree_topk", "draft_temperature") if name in options]
+    if method in ("none", "dflash") and trees:
+        raise OptionError(
+            f"--{trees[0].replace('_', '-')} needs trees, --method {method} builds none: leave one "
+            "out"
+        )
+    SpeculativeConfig.from_dict({k: v for k, v in options.items() if k != "model"}, "ddtree")
     return options
 
 
-def parse_budget(text: str, option: str = "--tree-budget") -> int | str:
-    """ "auto" or a whole number; its range is checked with the other options."""
-    if text == "auto":
+def parse_budget(text: str, option: str = "--tree-budget", auto: bool = True) -> int | str:
+    """A budget, or "auto" where that is allowed."""
+    if text == "auto" and auto:
         return text
-    try:
+    if text.isdecimal() and 1 <= int(text) <= MAX_BUDGET:
         return int(text)
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}, want 1 to 256 or auto") from None
+    raise OptionError(f"{option} is {text!r}, want 1 to {MAX_BUDGET}{' or auto' if auto else ''}")
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or all of standard input for "-"."""
-    if prompt != "-":
-        return prompt
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 at byte {error.start}") from None
+    """The prompt itself, or all of standard input for "-"; refuses an empty one."""
+    name = "PROMPT"
+    if prompt == "-":
+        name, raw = "standard input", sys.stdin.buffer.read()
+        try:
+            prompt = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not UTF-8 at byte {error.start}") from None
+    if not prompt:
+        raise OptionError(f"{name} is empty: give some text to continue")
+    return prompt
+
+
+def check_checkpoint(name: str, folder: Path) -> None:
+    """Refuses what is no checkpoint folder, before anything is loaded."""
+    if not folder.is_dir():
+        raise OptionError(f"{name} is {folder}: there is no such folder")
+    if not (folder / "config.json").is_file():
+        raise OptionError(f"{name} is {folder}: not a checkpoint folder (no config.json)")
 
 
 def check_writable(option: str, path: Path | None) -> None:
     """Refuses a file to be written later whose folder is not there, before the work is done."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{option} is {path}: it must be a file in a folder that exists")
+        raise OptionError(f"{option} is {path}: it must be a file in a folder that exists")
 
 
 def start(llm: "LLM", prompt: str, chat: bool, system: str | None, params: Any) -> "Stream":
     """A stream that continues the prompt, or answers it in the chat template."""
     if not chat:
-        if system is not None:
-            raise ValueError("--system needs --chat")
         return llm.stream(prompt, params)
     messages = [{"role": "user", "content": prompt}]
     if system is not None:

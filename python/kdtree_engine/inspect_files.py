@@ -20,6 +20,8 @@ def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> b
     console = console or Console(highlight=False)
     if path.is_dir():
         return _inspect_folder(path, as_json, console)
+    if path.suffix == ".safetensors":
+        raise ValueError(f"{path} is a part of a checkpoint: give its folder, {path.parent}")
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic != b"KDTR":
@@ -55,6 +57,8 @@ def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> b
 def _inspect_folder(folder: Path, as_json: bool, console: Console) -> bool:
     from kdtree_engine import _core
 
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
     reports = {"model": _core.inspect_checkpoint(str(folder))}
     if (folder / "drafter").is_dir():
         reports["drafter"] = _core.inspect_checkpoint(str(folder / "drafter"))

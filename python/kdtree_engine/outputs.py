@@ -33,6 +33,21 @@ class SpecStats:
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """Method and budget, such as "ddtree 16"."""
+        return self.method if self.tree_budget is None else f"{self.method} {self.tree_budget}"
+
+    def add(self, other: "SpecStats") -> None:
+        """Counts another request's rounds too."""
+        self.target_forwards += other.target_forwards
+        self.decoded_tokens += other.decoded_tokens
+        for length, count in other.accept_length_histogram.items():
+            histogram = self.accept_length_histogram
+            histogram[length] = histogram.get(length, 0) + count
+        for stage, milliseconds in other.timings.items():
+            self.timings[stage] = self.timings.get(stage, 0.0) + milliseconds
+
+    @property
     def tokens_per_forward(self) -> float:
         """Tokens committed a round, 0 before the first."""
         return self.decoded_tokens / self.target_forwards if self.target_forwards else 0.0

@@ -1,10 +1,12 @@
 """Pictures of a draft tree: in the terminal, and as an SVG file that needs nothing else."""
 
+import re
 from dataclasses import dataclass
 from html import escape
 from math import exp
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree as RichTree
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from kdtree_engine._core import StepOutput
     from kdtree_engine.tokenizer import Tokenizer
 
+LEGEND = "· space, ⏎ line end; the token's probability, its path's; ✓ accepted by the target"
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
 
 
@@ -42,8 +45,12 @@ class Drawing:
 
 
 def visible(text: str) -> str:
-    """A token on one line: spaces and line ends as signs, other control characters as U+FFFD."""
-    return "".join(_VISIBLE.get(c, c if c.isprintable() else "\ufffd") for c in text)
+    """A token on one line: spaces and line ends as signs, other control characters as U+FFFD.
+
+    Four spaces or more are counted: `·×7`.
+    """
+    signs = "".join(_VISIBLE.get(c, c if c.isprintable() else "\ufffd") for c in text)
+    return re.sub("·{4,}", lambda run: f"·×{len(run[0])}", signs)
 
 
 def drawing(step: "StepOutput", tokenizer: "Tokenizer") -> Drawing:
@@ -73,13 +80,15 @@ def drawing(step: "StepOutput", tokenizer: "Tokenizer") -> Drawing:
 
 
 def print_tree(drawn: Drawing, console: Console | None = None) -> None:
-    """Draws the tree on the terminal; the accepted path is green and marked with a tick."""
+    """Draws the tree on the terminal: the accepted path marked, the bonus token at its end."""
     console = console or Console(highlight=False)
     accepted = set(drawn.accepted)
 
     def label(slot: int) -> Text:
         text = Text(drawn.labels[slot], style="bold green" if slot in accepted else "")
-        if slot > 0:
+        if slot == 0:
+            text.append("  root, the last token so far", style="dim")
+        else:
             chances = f"  {drawn.probability[slot]:.2f}  path {drawn.path_probability[slot]:.3f}"
             text.append(chances, style="dim")
             if slot in accepted:
@@ -90,7 +99,11 @@ def print_tree(drawn: Drawing, console: Console | None = None) -> None:
     branches = {0: root}
     for slot in range(1, len(drawn.labels)):  # a parent comes before its children
         branches[slot] = branches[drawn.parents[slot]].add(label(slot))
+    bonus = Text(drawn.bonus, style="bold yellow")
+    bonus.append("  bonus, the target's own", style="dim")
+    branches[drawn.accepted[-1]].add(bonus)
     console.print(root)
+    console.print(Text(LEGEND, style="dim"), soft_wrap=True)
     console.print(Text(drawn.caption), soft_wrap=True)
 
 
@@ -103,25 +116,32 @@ text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}
 .path{stroke:#1a7f37;stroke-width:2.4}
 .bonus{fill:#fff8c5;stroke:#9a6700;stroke-width:1.6}
 """
-_ROW, _HEIGHT, _GAP, _MARGIN, _CHAR = 40, 30, 34, 16, 8
+_ROW, _HEIGHT, _GAP, _MARGIN, _CHAR, _CAPTION_CHAR = 40, 30, 34, 16, 8, 7.5
 
 
 def _rows(drawn: Drawing) -> list[float]:
-    """The row of each slot: leaves one below the other, a parent level with its first child."""
-    rows = [0.0] * len(drawn.labels)
+    """The row of each slot: leaves one below the other, a parent level with its first child.
+
+    The bonus token comes after the slots, as the last child of the last accepted one.
+    """
+    parents = [*drawn.parents, drawn.accepted[-1]]
+    below: list[list[int]] = [[] for _ in parents]
+    for slot, parent in enumerate(parents[1:], 1):
+        below[parent].append(slot)
+    rows = [0.0] * len(parents)
     stack, next_row = [0], 0
     order = []
     while stack:
         slot = stack.pop()
         order.append(slot)
-        children = drawn.children(slot)
+        children = below[slot]
         if not children:
             rows[slot] = next_row
             next_row += 1
         stack += reversed(children)
     for slot in reversed(order):
-        if children := drawn.children(slot):
-            rows[slot] = rows[children[0]]
+        if below[slot]:
+            rows[slot] = rows[below[slot][0]]
     return rows
 
 
@@ -132,18 +152,17 @@ def to_svg(drawn: Drawing) -> str:
     widths: dict[int, int] = {}
     for slot, text in enumerate(drawn.labels):
         depth = drawn.depths[slot]
-        widths[depth] = max(widths.get(depth, 44), _CHAR * len(text) + 18)
+        widths[depth] = max(widths.get(depth, 44), _CHAR * cell_len(text) + 18)
     bonus_depth = drawn.depths[last] + 1
-    bonus_width = max(44, _CHAR * len(drawn.bonus) + 18)
+    bonus_width = max(44, _CHAR * cell_len(drawn.bonus) + 18)
     deepest = max(bonus_depth, *drawn.depths)
     left, x = {}, _MARGIN
     for depth in range(deepest + 1):
         left[depth] = x
         x += max(widths.get(depth, 44), bonus_width if depth == bonus_depth else 0) + _GAP
-    # The bonus token gets a row of its own, below the branches, when its place is taken.
-    bonus_row = rows[last] if not drawn.children(last) else max(rows) + 1
-    width = max(x - _GAP + _MARGIN, 7 * len(drawn.caption) + 2 * _MARGIN)
-    height = int((max(*rows, bonus_row) + 1) * _ROW + 2 * _MARGIN + 22)
+    bonus_row = rows[-1]
+    width = max(x - _GAP + _MARGIN, int(_CAPTION_CHAR * cell_len(drawn.caption)) + 2 * _MARGIN)
+    height = int((max(rows) + 1) * _ROW + 2 * _MARGIN + 22)
     accepted = set(drawn.accepted)
     edges, boxes = [], []
 

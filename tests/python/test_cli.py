@@ -1,10 +1,13 @@
 """The command `kdtree`: what it prints, its exit status, one-line errors."""
 
+import io
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import pytest
 import fake_core
 from kdtree_engine import cli, cli_bench, cli_common
 from kdtree_engine.cli import histogram_bars, main
-from kdtree_engine.cli_arithmetic import weights_per_token
+from kdtree_engine.cli_arithmetic import of_plain, weights_per_token
+from kdtree_engine.llm import LLM
+from kdtree_engine.outputs import SpecStats
 
 HELLO = [259, 264, ord("!"), ord("\n"), 259]
 Fake = type[fake_core.Engine]
@@ -97,7 +102,6 @@ def test_generate_reads_standard_input(
 
 def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None:
     assert run("generate", "--chat", "--system", "Be short.", "hello")[0] == 0
-    assert "--system needs --chat" in run("generate", "--system", "x", "hello")[2]
     (tokenizer_folder / "chat_template.jinja").unlink()
     assert "has no chat_template.jinja" in run("generate", "--chat", "hello")[2]
 
@@ -105,19 +109,87 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/no/such"], "'/no/such' is not a folder: name a downloaded"),
-        (["--method", "magic"], "method is 'magic'"),
-        (["--method", "none", "--tree-budget", "8"], "method 'none' builds no tree"),
+        (["--model", "/no/such"], "--model is /no/such: there is no such folder"),
+        (["--draft-model", "/no/such"], "--draft-model is /no/such: there is no such folder"),
+        (["--model", "/"], "--model is /: not a checkpoint folder (no config.json)"),
+        (["--method", "magic"], "--method is 'magic', want none, dflash, ddtree"),
+        (["--method", "none", "--tree-budget", "8"], "--tree-budget needs trees, --method none"),
+        (["--method", "dflash", "--tree-topk", "8"], "--tree-topk needs trees, --method dflash"),
         (["--tree-budget", "many"], "--tree-budget is 'many', want 1 to 256 or auto"),
-        (["--tree-budget", "0"], "tree_budget is 0"),
-        (["--draft-temperature", "-1"], "draft_temperature is -1.0"),
-        (["--max-tokens", "-1"], "max_tokens is -1"),
+        (["--tree-budget", "0"], "--tree-budget is '0', want 1 to 256 or auto"),
+        (["--tree-topk", "-1"], "--tree-topk is -1"),
+        (["--draft-temperature", "-1"], "--draft-temperature is -1.0"),
+        (["--max-tokens", "-1"], "--max-tokens is -1"),
+        (["--stop", ""], "--stop is empty"),
+        (["--system", "x"], "--system needs --chat"),
     ],
 )
-def test_errors_are_one_line(scripted: Fake, run: Run, arguments: list[str], message: str) -> None:
+def test_wrong_options_are_one_line(
+    scripted: Fake,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(scripted, "__init__", lambda *_, **__: pytest.fail("loaded the model"))
     status, out, err = run("generate", "hello", *arguments)
-    assert status == 1 and out == ""
+    assert status == 2 and out == ""
     assert message in err and err.startswith("kdtree: error: ") and err.count("\n") == 1
+
+
+def test_options_that_the_engine_refuses_are_named(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("num_threads is -1; want 0 to 256")
+
+    monkeypatch.setattr(scripted, "__init__", refuse)
+    status, _, err = run("generate", "hello", "-t", "-1")
+    assert status == 2 and err == "kdtree: error: --num-threads is -1; want 0 to 256\n"
+
+
+def test_an_empty_prompt_is_refused(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("generate", "tree"):
+        status, out, err = run(command, "")
+        assert status == 2 and out == "" and "PROMPT is empty: give some text" in err
+    with open(os.devnull) as empty:
+        monkeypatch.setattr(sys, "stdin", empty)
+        status, _, err = run("generate", "-")
+    assert status == 2 and "standard input is empty" in err
+
+
+def test_logits_that_are_no_numbers_are_a_failure(scripted: Fake, run: Run) -> None:
+    scripted.no_numbers = 1
+    status, out, err = run("generate", "hello")
+    assert status == 1 and out == "hello"
+    assert "kdtree: error: the model's logits are not all numbers" in err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_of_the_terminal(
+    scripted: Fake,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    encoding: str,
+) -> None:
+    scripted.script = [0xE4, 0xB8, 0x96, 259, 10, 259]  # "世hello\nhello"
+    for arguments in (["generate", "x"], ["tree", "x"], ["bench", "--budgets", "8"]):
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert not end.value.code
+        out, err = (s.buffer.getvalue() for s in streams if not s.flush())  # type: ignore
+        if arguments[0] == "generate":
+            want = "世hello" if encoding == "utf-8" else "?hello"
+            assert out.decode(encoding).startswith(want)
+            bars = "1|█ █|3" if encoding == "utf-8" else "1|4 8|3"
+            assert f"accept lengths {bars[:2]}" in err.decode(encoding)
+        if arguments[0] == "tree" and encoding == "ascii":
+            assert b"accepted by the target" in out and b"  *" in out
 
 
 @pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--budget", "3"], ["fly"]])
@@ -196,11 +268,13 @@ def test_places_that_cannot_be_written_are_found_first(
     for place in (tmp_path, tmp_path / "no" / "file"):
         for arguments in (["tree", "x", "--svg"], ["bench", "--json"]):
             status, out, err = run(*arguments, str(place))
-            assert status == 1 and out == "" and f"{arguments[-1]} is {place}: " in err
+            assert status == 2 and out == "" and f"{arguments[-1]} is {place}: " in err
 
 
 def test_tree_budget_is_checked(scripted: Fake, run: Run) -> None:
-    assert "--tree-budget is 300" in run("tree", "hello", "--tree-budget", "300")[2]
+    for budget in ("300", "auto", "-1", "x"):
+        status, _, err = run("tree", "hello", "--tree-budget", budget)
+        assert status == 2 and f"--tree-budget is '{budget}', want 1 to 256\n" in err
 
 
 # ---------------------------------------------------------------- bench
@@ -261,17 +335,17 @@ def test_bench_settings_take_turns(
 
 def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
     status, _, err = run("bench")
-    assert status == 1 and "heldout_prompts.json is not a file: name one" in err
+    assert status == 2 and "heldout_prompts.json is not a file: name one" in err
     own = tmp_path / "own.json"
     for text, message in (
-        ("[", "own.json: Expecting value"),
-        ("{}", "want a list with at least one prompt"),
-        ('[{"name": "a", "kind": "b"}]', "prompt 0 wants text fields"),
-        ('[{"text": "a"}, {"text": 3}]', "prompt 1 wants text fields"),
+        ("[", "own.json is not JSON (Expecting value"),
+        ("{}", "own.json holds no list of prompts: want a list of objects such as"),
+        ('[{"name": "a", "kind": "b"}]', "own.json: prompt 0 has no text"),
+        ('[{"text": "a"}, {"text": 3}]', "own.json: prompt 1 has no text"),
     ):
         own.write_text(text)
         status, _, err = run("bench", "--prompts", str(own))
-        assert status == 1 and message in err
+        assert status == 2 and message in err
     own.write_text('[{"text": "a"}]')
     assert run("bench", "--prompts", str(own), "--methods", "none")[0] == 0
 
@@ -280,7 +354,7 @@ def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--methods", "none,eagle"], "--methods has 'eagle'"),
-        (["--budgets", "8,300"], "--budgets is 300"),
+        (["--budgets", "8,300"], "--budgets is '300', want 1 to 256 or auto"),
         (["--budgets", "8,,9"], "--budgets is '', want 1 to 256 or auto"),
     ],
 )
@@ -288,7 +362,7 @@ def test_bench_options_are_checked(
     scripted: Fake, run: Run, prompts: Path, arguments: list[str], message: str
 ) -> None:
     status, _, err = run("bench", *arguments)
-    assert status == 1 and message in err
+    assert status == 2 and message in err
 
 
 def test_bench_without_a_drafter(
@@ -296,7 +370,10 @@ def test_bench_without_a_drafter(
 ) -> None:
     (tokenizer_folder / "drafter").rmdir()
     status, _, err = run("bench")
-    assert status == 1 and "has no drafter: name one with --draft-model" in err
+    assert status == 2 and "has no drafter: name one with --draft-model" in err
+    for arguments in (["tree", "x"], ["generate", "x", "--tree-budget", "8"]):
+        status, _, err = run(*arguments)
+        assert status == 2 and "has no folder 'drafter': name one with --draft-model" in err
     assert run("bench", "--methods", "none")[0] == 0
 
 
@@ -338,12 +415,53 @@ def test_bench_arithmetic(
     result = json.loads((tmp_path / "r.json").read_text())["arithmetic"]
     # prompts of 2, 3 and 4 ids with [BOS], 5 tokens each, so 3 + 2.5 in the cache on average
     assert result["mean_context"] == 5.5
-    assert result["kv_bytes"] == 5.5 * 2 * 4 * 4
+    # keys of 2 + 2 and values of 2 a position and layer, float32
+    assert result["kv_bytes"] == 5.5 * 2 * 6 * 4
     assert result["operations"] == 2 * (2e6 + 5.5 * 2 * 2 * (4 + 2))
-    assert result["memory_ms"] == pytest.approx((1e6 + 176) / 10e6)
+    assert result["memory_ms"] == pytest.approx((1e6 + 264) / 10e6)
     assert result["fraction_of_cache"] == pytest.approx(
         result["cache_ms"] * result["tokens_per_second"] / 1000
     )
+
+
+def test_weights_of_a_dense_model_with_a_tied_head(tiny_model: Path, tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": [8, 4], "model.norm.weight": [4]}
+    header = {n: {"shape": s, "data_offsets": [0, 2 * prod(s)]} for n, s in tensors.items()}
+    raw = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    for config in ({}, {"n_routed_experts": 0, "num_experts_per_tok": 0}):
+        # one row to embed a token, all rows as the head, the norm
+        assert weights_per_token(tmp_path, config) == (2 * (4 + 32 + 4), 32)
+
+
+@pytest.mark.parametrize(("weights", "cache"), [(1.0, 1 << 16), (1e12, 4 << 30)])
+def test_the_cache_to_measure_has_limits(
+    fake_engine: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: float,
+    cache: int,
+) -> None:
+    asked = []
+    measure = fake_core.measure_cpu
+    monkeypatch.setattr(
+        fake_core, "measure_cpu", lambda n, size: asked.append(size) or measure(n, size)
+    )
+    monkeypatch.setattr(
+        "kdtree_engine.cli_arithmetic.weights_per_token", lambda *_: (weights, weights)
+    )
+    llm = LLM()
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers", "num_attention_heads")
+    llm.config["model"] |= dict.fromkeys(sizes, 1)
+    of_plain(llm, cli_bench.Setting(SpecStats("none", None)), 1.0)
+    assert asked == [cache]
+
+
+def test_bench_keeps_the_settings_on_narrow_terminals(
+    scripted: Fake, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = run("bench", "--budgets", "256,auto")[1]
+    assert "ddtree auto" in out and "ddtree 256" in out and max(map(len, out.splitlines())) <= 40
 
 
 # ---------------------------------------------------------------- as a process
@@ -358,8 +476,7 @@ def test_module_is_the_command() -> None:
         env={**os.environ, "PYTHONPATH": str(source)},
     )
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("kdtree: error: ") and "/no/such/file" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr == "kdtree: error: No such file or directory: /no/such/file\n"
 
 
 def test_cpu_name_is_text() -> None:

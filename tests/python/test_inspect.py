@@ -54,6 +54,11 @@ def test_files_that_are_something_else(bundle: Path, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(raw)
         with pytest.raises(ValueError, match="is not a KDTR file"):
             inspect_path(tmp_path / "x", as_json=False)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"part of a checkpoint: give its folder, {tmp_path}"):
+        inspect_path(tmp_path / "model.safetensors", as_json=False)
+    with pytest.raises(ValueError, match=r"not a checkpoint folder: it has no config\.json"):
+        inspect_path(tmp_path, as_json=False)
     with pytest.raises(FileNotFoundError):
         inspect_path(tmp_path / "none", as_json=False)
 

@@ -55,6 +55,7 @@ def test_a_round_without_a_tree_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_visible_text() -> None:
+    assert render.visible("   ") == "···" and render.visible("\n       x") == "⏎·×7x"
     assert render.visible(" a\n\t\r\x1b\u200b") == "·a⏎⇥␍\ufffd\ufffd"
 
 
@@ -67,10 +68,15 @@ def test_terminal_picture(tokenizer: Tokenizer) -> None:
     with console.capture() as capture:
         render.print_tree(drawn, console)
     lines = capture.get().splitlines()
-    assert lines[0] == "·" and lines[1] == "├── hello  0.60  path 0.600  ✓"
+    assert (
+        lines[0] == "·  root, the last token so far"
+        and lines[1] == "├── hello  0.60  path 0.600  ✓"
+    )
     assert "·world  0.50  path 0.300  ✓" in lines[2]
-    assert sum("✓" in line for line in lines) == 2
-    assert sum("──" in line for line in lines) == 6
+    assert lines[3].endswith("── !  bonus, the target's own")
+    assert sum(line.endswith("✓") for line in lines) == 2
+    assert sum("──" in line for line in lines) == 7
+    assert lines[-2] == render.LEGEND
 
 
 @pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 1, 2]])
@@ -100,6 +106,27 @@ def test_svg_boxes_do_not_overlap_and_lie_inside(tokenizer: Tokenizer) -> None:
             assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
             for x2, y2, w2, h2 in places[:i]:
                 assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+
+
+def test_svg_bonus_is_the_last_child_of_the_last_accepted_node(tokenizer: Tokenizer) -> None:
+    for accepted in ([0], [0, 1], [0, 1, 2], [0, 3]):
+        drawn = render.drawing(_step([60], accepted, budget=12), tokenizer)
+        root = ElementTree.fromstring(render.to_svg(drawn))
+        boxes = [r for r in root.iter(f"{SVG}rect") if "box" in r.get("class", "")]
+        y = [float(b.get("y", "0")) for b in boxes]
+        siblings, bonus = drawn.children(accepted[-1]), y[-1]
+        assert all(y[s] < bonus for s in siblings)
+        if not siblings:
+            assert bonus == y[accepted[-1]]
+        if accepted == [0, 1]:  # before the rows of its parent's next child
+            assert drawn.children(0)[0] == 1
+            assert all(bonus < y[s] for s in drawn.children(0)[1:])
+
+
+def test_svg_holds_the_caption(tokenizer: Tokenizer) -> None:
+    drawn = render.drawing(_step([10], [0], budget=1), tokenizer)
+    width = float(ElementTree.fromstring(render.to_svg(drawn)).get("width", "0"))
+    assert width >= 7.3 * len(drawn.caption) + 32  # 12 px, monospaced
 
 
 def test_svg_escapes_tokens() -> None:
