@@ -136,7 +136,7 @@ def show(a: Arithmetic) -> None:
     )
     table.add_column("limit", no_wrap=True)
     for name in ("needs", "ceiling", "least time", "reached"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     need = f"{(a.weight_bytes + a.kv_bytes) / 1e6:.2f} MB"
     rows = (
         ("memory", need, f"{a.read_gb_s:.1f} GB/s", a.memory_ms, a.fraction_of_memory),

@@ -275,8 +275,8 @@ def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int) -> 
     table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each")
     table.add_column("setting", no_wrap=True, min_width=max(len(s.spec.name) for s in settings))
     for name in ("tokens per forward", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right")
-    table.add_column("same tokens")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("same tokens", overflow="fold")
     for setting in settings:
         record = setting.record(settings[0])
         table.add_row(

@@ -3,7 +3,7 @@
 import base64
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,36 @@ def fake_engine(
     monkeypatch.setenv("KDTREE_MODEL", str(tokenizer_folder))
     (tokenizer_folder / "drafter").mkdir()
     yield engine
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command; gives exit status, standard output and standard error."""
+
+    from kdtree_engine.cli import main
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def scripted(fake_engine: type[fake_core.Engine]) -> type[fake_core.Engine]:
+    fake_engine.script = [259, 264, ord("!"), ord("\n"), 259]  # "hello world!\nhello"
+    return fake_engine
+
+
+@pytest.fixture
+def prompts(tokenizer_folder: Path) -> Path:
+    path = tokenizer_folder / "heldout_prompts.json"
+    listed = [{"name": f"p{i}", "text": "hello" * (i + 1), "kind": "code"} for i in range(3)]
+    path.write_text(json.dumps(listed))
+    return path
 
 
 @pytest.fixture(scope="session")
