@@ -6,7 +6,7 @@
 namespace kdt {
 namespace {
 
-constexpr int64_t kLastInterval = 512;
+constexpr int64_t kLastInterval = 1024;
 
 double expected_nodes(const std::vector<double>& logw) {
   double sum = 0;
@@ -83,7 +83,7 @@ bool AutoBudget::should_draft(const CostModel& costs, const std::vector<int32_t>
     return true;
   }
   skip_ = interval_;
-  interval_ = std::min(interval_ * 2, kLastInterval);
+  interval_ = std::min(interval_ * 4, kLastInterval);
   return false;
 }
 
