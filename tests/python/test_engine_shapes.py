@@ -1,4 +1,4 @@
-"""Odd but legal models: logits against the reference in float64, tree against plain, NaN weights."""
+"""Odd but legal models: logits against the float64 reference, tree against plain, NaN weights."""
 
 import json
 from pathlib import Path
