@@ -98,37 +98,38 @@ Entry parse_entry(const uint8_t* file, uint64_t row, uint64_t table_end, std::st
   return entry;
 }
 
-void check_header(const uint8_t* file, uint64_t file_bytes, const std::string& source) {
-  KDT_CHECK(file_bytes >= kHeaderBytes, source, ": truncated: ", file_bytes,
-            " bytes, a header has ", kHeaderBytes);
-  KDT_CHECK(std::memcmp(file, kMagic, sizeof(kMagic)) == 0, source, ": not a KDTR file");
-  const auto version = load<uint32_t>(file + 4);
+// Where the table ends. `head` is the file's first kHeaderBytes.
+uint64_t check_header(const uint8_t* head, uint64_t file_bytes, const std::string& source) {
+  KDT_CHECK(std::memcmp(head, kMagic, sizeof(kMagic)) == 0, source, ": not a KDTR file");
+  const auto version = load<uint32_t>(head + 4);
   KDT_CHECK(version == kVersion, source, ": version ", version, ", this reader knows version ",
             kVersion);
-  const auto stated = load<uint64_t>(file + 8);
+  const auto stated = load<uint64_t>(head + 8);
   KDT_CHECK(stated == file_bytes, source,
             stated > file_bytes ? ": truncated: " : ": trailing bytes: ", file_bytes,
             " bytes, the header says ", stated);
-  const uint64_t table_bytes = load<uint32_t>(file + 20);
-  KDT_CHECK(table_bytes <= file_bytes - kHeaderBytes, source, ": truncated: the table ends at ",
-            kHeaderBytes + table_bytes, " of ", file_bytes, " bytes");
-  KDT_CHECK(xxh64(file + kHeaderBytes, table_bytes) == load<uint64_t>(file + 24), source,
-            ": bad checksum of the table");
+  const uint64_t table_end = kHeaderBytes + load<uint32_t>(head + 20);
+  KDT_CHECK(table_end <= file_bytes, source, ": truncated: the table ends at ", table_end, " of ",
+            file_bytes, " bytes");
+  return table_end;
 }
 
-}  // namespace
+void check_size(uint64_t file_bytes, const std::string& source) {
+  KDT_CHECK(file_bytes >= kHeaderBytes, source, ": truncated: ", file_bytes,
+            " bytes, a header has ", kHeaderBytes);
+}
 
-int64_t KdtrArray::numel() const { return static_cast<int64_t>(bytes / dtype_bytes(dtype)); }
-
-std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_bytes,
-                                            const std::string& source) {
-  check_header(file, file_bytes, source);
-  const auto num_arrays = load<uint32_t>(file + 16);
-  const uint64_t table_end = kHeaderBytes + load<uint32_t>(file + 20);
+// `head` holds the header, checked, and the table; the arrays lie in `file`.
+std::map<std::string, KdtrArray> parse_table(const uint8_t* head, const uint8_t* file,
+                                             uint64_t file_bytes, const std::string& source) {
+  const auto num_arrays = load<uint32_t>(head + 16);
+  const uint64_t table_end = kHeaderBytes + load<uint32_t>(head + 20);
+  KDT_CHECK(xxh64(head + kHeaderBytes, table_end - kHeaderBytes) == load<uint64_t>(head + 24),
+            source, ": bad checksum of the table");
   std::map<std::string, KdtrArray> arrays;
   uint64_t row = kHeaderBytes, data_end = table_end;
   for (uint32_t index = 0; index < num_arrays; ++index) {
-    Entry entry = parse_entry(file, row, table_end, join(source, ": array ", index));
+    Entry entry = parse_entry(head, row, table_end, join(source, ": array ", index));
     const std::string where = source + ": array '" + entry.name + "'";
     KDT_CHECK(!arrays.contains(entry.name), where, ": duplicate name");
     KDT_CHECK(entry.offset % kAlignment == 0, where, ": misaligned: offset ", entry.offset,
@@ -154,8 +155,25 @@ std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_b
   return arrays;
 }
 
-KdtrFile::KdtrFile(const std::string& path)
-    : file_(path), arrays_(parse_kdtr(file_.data(), file_.size(), path)) {}
+}  // namespace
+
+int64_t KdtrArray::numel() const { return static_cast<int64_t>(bytes / dtype_bytes(dtype)); }
+
+std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_bytes,
+                                            const std::string& source) {
+  check_size(file_bytes, source);
+  check_header(file, file_bytes, source);
+  return parse_table(file, file, file_bytes, source);
+}
+
+KdtrFile::KdtrFile(const std::string& path) : file_(path) {
+  check_size(file_.size(), path);
+  std::vector<uint8_t> head(kHeaderBytes);
+  file_.read(0, kHeaderBytes, head.data());
+  head.resize(check_header(head.data(), file_.size(), path));
+  file_.read(kHeaderBytes, head.size() - kHeaderBytes, head.data() + kHeaderBytes);
+  arrays_ = parse_table(head.data(), file_.data(), file_.size(), path);
+}
 
 const KdtrArray& KdtrFile::at(const std::string& name) const {
   const auto found = arrays_.find(name);

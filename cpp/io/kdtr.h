@@ -29,6 +29,7 @@ struct KdtrArray {
 std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_bytes,
                                             const std::string& source);
 
+// A file's arrays, in a mapping of it: it must not be cut short while this lives.
 class KdtrFile {
  public:
   explicit KdtrFile(const std::string& path);

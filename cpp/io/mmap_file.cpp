@@ -13,7 +13,7 @@
 
 namespace kdt {
 
-MmapFile::MmapFile(const std::string& path) : path_(path) {
+InputFile::InputFile(const std::string& path) : path_(path) {
   // O_NONBLOCK: opening a pipe must not wait for its writer.
   fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   KDT_CHECK(fd_ >= 0, path, ": cannot open: ", std::strerror(errno));
@@ -23,33 +23,24 @@ MmapFile::MmapFile(const std::string& path) : path_(path) {
     fault = join("cannot read its size: ", std::strerror(errno));
   } else if (!S_ISREG(status.st_mode)) {
     fault = "not a regular file";
-  } else if (status.st_size > 0) {
-    size_ = static_cast<size_t>(status.st_size);
-    void* mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
-    if (mapping == MAP_FAILED) {
-      fault = join("cannot map ", size_, " bytes: ", std::strerror(errno));
-    } else {
-      data_ = static_cast<const uint8_t*>(mapping);
-    }
   }
   if (!fault.empty()) {
     close(fd_);
     throw Error(join(path, ": ", fault));
   }
+  size_ = static_cast<size_t>(status.st_size);
 }
 
-MmapFile::MmapFile(MmapFile&& other) noexcept
+InputFile::InputFile(InputFile&& other) noexcept
     : path_(std::move(other.path_)),
       fd_(std::exchange(other.fd_, -1)),
-      data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)) {}
 
-MmapFile::~MmapFile() {
-  if (data_ != nullptr) munmap(const_cast<uint8_t*>(data_), size_);
+InputFile::~InputFile() {
   if (fd_ >= 0) close(fd_);
 }
 
-void MmapFile::read(size_t offset, size_t bytes, void* out) const {
+void InputFile::read(size_t offset, size_t bytes, void* out) const {
   KDT_CHECK(offset <= size_ && bytes <= size_ - offset, path_, ": read of ", bytes, " bytes at ",
             offset, ", the file has ", size_);
   size_t done = 0;
@@ -62,6 +53,28 @@ void MmapFile::read(size_t offset, size_t bytes, void* out) const {
               " of ", size_, " bytes");
     done += static_cast<size_t>(count);
   }
+}
+
+MmapFile::MmapFile(const std::string& path) : InputFile(path) {
+  if (size_ == 0) return;
+  void* mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
+  KDT_CHECK(mapping != MAP_FAILED, path, ": cannot map ", size_, " bytes: ", std::strerror(errno));
+  data_ = static_cast<const uint8_t*>(mapping);
+}
+
+MmapFile::MmapFile(MmapFile&& other) noexcept
+    : InputFile(std::move(other)), data_(std::exchange(other.data_, nullptr)) {}
+
+MmapFile::~MmapFile() {
+  if (data_ != nullptr) munmap(const_cast<uint8_t*>(data_), size_);
+}
+
+std::string read_text_file(const std::string& path, size_t max_bytes) {
+  const InputFile file(path);
+  KDT_CHECK(file.size() <= max_bytes, path, ": ", file.size(), " bytes, want at most ", max_bytes);
+  std::string text(file.size(), '\0');
+  file.read(0, text.size(), text.data());
+  return text;
 }
 
 }  // namespace kdt

@@ -1,4 +1,4 @@
-// A file mapped read-only into memory.
+// Files open for reading.
 #pragma once
 
 #include <cstddef>
@@ -7,29 +7,45 @@
 
 namespace kdt {
 
-class MmapFile {
+// A regular file, read by copying. Cut short meanwhile, it is an error and no more.
+class InputFile {
  public:
-  // Throws Error naming the path when it is no regular file or cannot be opened or mapped. An empty
-  // file maps to no bytes. Symbolic links are followed.
+  // Throws Error naming the path when it is no regular file or cannot be opened. Symbolic links are
+  // followed.
+  explicit InputFile(const std::string& path);
+  ~InputFile();
+  InputFile(InputFile&& other) noexcept;
+  InputFile& operator=(InputFile&&) = delete;
+  InputFile(const InputFile&) = delete;
+
+  size_t size() const { return size_; }  // bytes, when it was opened
+  const std::string& path() const { return path_; }
+
+  // Copies bytes from `offset` to `out`. Throws Error when the file does not have them any more.
+  void read(size_t offset, size_t bytes, void* out) const;
+
+ protected:
+  std::string path_;
+  int fd_ = -1;
+  size_t size_ = 0;
+};
+
+// The same, mapped read-only into memory. A load from the mapping ends the process (SIGBUS) when
+// the file has been cut short since: only for files that nobody changes.
+class MmapFile : public InputFile {
+ public:
+  // Throws Error as InputFile does, and when it cannot be mapped. An empty file maps to no bytes.
   explicit MmapFile(const std::string& path);
   ~MmapFile();
   MmapFile(MmapFile&& other) noexcept;
-  MmapFile& operator=(MmapFile&&) = delete;
-  MmapFile(const MmapFile&) = delete;
 
   const uint8_t* data() const { return data_; }
-  size_t size() const { return size_; }
-  const std::string& path() const { return path_; }
-
-  // Copies bytes with pread. Unlike a load from the mapping, which ends the process when the file
-  // has been cut short since, this throws Error.
-  void read(size_t offset, size_t bytes, void* out) const;
 
  private:
-  std::string path_;
-  int fd_ = -1;
   const uint8_t* data_ = nullptr;
-  size_t size_ = 0;
 };
+
+// The whole file. Throws Error when it cannot be read or is larger than `max_bytes`.
+std::string read_text_file(const std::string& path, size_t max_bytes);
 
 }  // namespace kdt

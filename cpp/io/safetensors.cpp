@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <filesystem>
 #include <set>
 #include <string_view>
@@ -15,6 +14,7 @@ namespace {
 
 constexpr uint64_t kLengthBytes = 8;
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr uint64_t kMaxIndexBytes = 100'000'000;
 constexpr const char* kSingleFile = "model.safetensors";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 
@@ -110,8 +110,7 @@ bool is_file_name(const std::string& name) {
 
 // Tensor name to shard file.
 std::map<std::string, std::string> read_index(const std::string& path) {
-  const MmapFile file(path);
-  const Json index = parse_json({reinterpret_cast<const char*>(file.data()), file.size()}, path);
+  const Json index = parse_json(read_text_file(path, kMaxIndexBytes), path);
   const Json* weight_map = index.find("weight_map");
   KDT_CHECK(weight_map != nullptr && weight_map->get_if<Json::Object>() != nullptr, path,
             ": no object 'weight_map'");
@@ -128,20 +127,20 @@ std::map<std::string, std::string> read_index(const std::string& path) {
 
 }  // namespace
 
-std::map<std::string, SafetensorsView> parse_safetensors(const uint8_t* file, uint64_t file_bytes,
+std::map<std::string, SafetensorsView> parse_safetensors(const ReadAt& read, uint64_t file_bytes,
                                                          const std::string& source) {
   KDT_CHECK(file_bytes >= kLengthBytes, source, ": truncated: ", file_bytes,
             " bytes, want at least ", kLengthBytes);
   uint64_t header_bytes;
-  std::memcpy(&header_bytes, file, sizeof(header_bytes));
+  read(0, sizeof(header_bytes), &header_bytes);
   KDT_CHECK(header_bytes <= kMaxHeaderBytes, source, ": a header of ", header_bytes,
             " bytes, want at most ", kMaxHeaderBytes);
   KDT_CHECK(header_bytes <= file_bytes - kLengthBytes, source, ": truncated: a header of ",
             header_bytes, " bytes in a file of ", file_bytes);
-  const uint8_t* data = file + kLengthBytes + header_bytes;
-  const uint64_t data_bytes = file_bytes - kLengthBytes - header_bytes;
-  const Json header =
-      parse_json({reinterpret_cast<const char*>(file + kLengthBytes), header_bytes}, source);
+  const uint64_t data_begin = kLengthBytes + header_bytes, data_bytes = file_bytes - data_begin;
+  std::string text(header_bytes, '\0');
+  read(kLengthBytes, header_bytes, text.data());
+  const Json header = parse_json(text, source);
   const auto* entries = header.get_if<Json::Object>();
   KDT_CHECK(entries != nullptr, source, ": the header is ", header.text(), ", want an object");
 
@@ -170,7 +169,7 @@ std::map<std::string, SafetensorsView> parse_safetensors(const uint8_t* file, ui
               "] hold ", s.end - s.begin, " bytes, its shape has ", s.view.bytes);
     KDT_CHECK(s.end <= data_bytes, where, ": truncated: its data ends at ", s.end, " of ",
               data_bytes, " bytes");
-    s.view.data = data + s.begin;
+    s.view.offset = data_begin + s.begin;
     position = s.end;
     tensors.emplace(std::move(s.name), std::move(s.view));
   }
@@ -212,9 +211,13 @@ SafetensorsFolder::SafetensorsFolder(const std::string& folder) : folder_(folder
 void SafetensorsFolder::add_file(const std::string& name,
                                  const std::map<std::string, std::string>* weight_map) {
   const std::string path = (std::filesystem::path(folder_) / name).string();
-  files_.push_back(std::make_unique<MmapFile>(path));
-  const MmapFile& file = *files_.back();
-  for (auto& [tensor, view] : parse_safetensors(file.data(), file.size(), path)) {
+  files_.push_back(std::make_unique<InputFile>(path));
+  const InputFile* file = files_.back().get();
+  const ReadAt read = [file](uint64_t offset, uint64_t bytes, void* out) {
+    file->read(offset, bytes, out);
+  };
+  for (auto& [tensor, view] : parse_safetensors(read, file->size(), path)) {
+    view.file = file;
     if (weight_map != nullptr) {
       const auto owner = weight_map->find(tensor);
       KDT_CHECK(owner != weight_map->end(), path, ": tensor '", tensor, "' is not named by ",
@@ -238,15 +241,7 @@ uint64_t SafetensorsFolder::total_bytes() const {
 }
 
 void SafetensorsFolder::read(const SafetensorsView& view, void* out) const {
-  for (const auto& file : files_) {
-    // One past the end too, for a tensor of no bytes.
-    if (view.data >= file->data() && view.data <= file->data() + file->size() &&
-        view.bytes <= static_cast<uint64_t>(file->data() + file->size() - view.data)) {
-      file->read(static_cast<size_t>(view.data - file->data()), view.bytes, out);
-      return;
-    }
-  }
-  throw Error(join(folder_, ": read of a tensor of another folder"));
+  view.file->read(view.offset, view.bytes, out);
 }
 
 }  // namespace kdt

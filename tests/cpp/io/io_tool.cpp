@@ -13,12 +13,15 @@
 namespace {
 
 void read(const std::string& kind, const std::string& path) {
-  const kdt::MmapFile file(path);
-  if (kind == "safetensors") {
-    kdt::parse_safetensors(file.data(), file.size(), path);
-  } else {
-    kdt::parse_kdtr(file.data(), file.size(), path);
+  if (kind == "kdtr") {
+    const kdt::KdtrFile file(path);
+    return;
   }
+  const kdt::InputFile file(path);
+  const auto read_at = [&](uint64_t offset, uint64_t bytes, void* out) {
+    file.read(offset, bytes, out);
+  };
+  kdt::parse_safetensors(read_at, file.size(), path);
 }
 
 void copy(const std::string& from, const std::string& to) {

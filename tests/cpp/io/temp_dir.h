@@ -1,11 +1,17 @@
 // A folder for one test program's files, removed at its end.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
+
+#include "check.h"
+#include "core/error.h"
 
 namespace kdt::test {
 
@@ -40,6 +46,33 @@ class TempDir {
 inline std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+// Calls `open` again and again, while the file is cut short and mended again and again: it succeeds
+// or throws Error.
+template <typename Open>
+void open_while_cut_short(const TempDir& dir, const std::string& name, const std::string& bytes,
+                          Open open) {
+  std::atomic<bool> stop = false;
+  std::thread writer([&] {
+    while (!stop) {
+      std::filesystem::resize_file(dir.path(name), 100);
+      dir.write(name, bytes);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  int opened = 0, refused = 0;
+  while (opened + refused < 3000 && (opened < 20 || refused < 20)) {
+    try {
+      open();
+      ++opened;
+    } catch (const Error&) {
+      ++refused;
+    }
+  }
+  stop = true;
+  writer.join();
+  EXPECT(opened > 0 && refused > 0);
 }
 
 }  // namespace kdt::test

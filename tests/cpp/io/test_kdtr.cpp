@@ -11,6 +11,7 @@ using kdt::KdtrArray;
 using kdt::KdtrFile;
 using kdt::parse_kdtr;
 using kdt::write_kdtr;
+using kdt::test::open_while_cut_short;
 using kdt::test::read_file;
 using kdt::test::TempDir;
 
@@ -263,6 +264,16 @@ KDT_TEST(the_writer_refuses) {
   EXPECT_THROWS("'a': duplicate name", write_kdtr(dir.path("x.kdtr"), {{"a", good}, {"a", good}}));
   EXPECT_THROWS("cannot create", write_kdtr(dir.path("no/x.kdtr"), {{"a", good}}));
   EXPECT_THROWS("cannot write all of its 136 bytes", write_kdtr("/dev/full", {{"a", good}}));
+}
+
+// The table alone: the data of a mapping has no such protection.
+KDT_TEST(a_table_cut_short_while_it_is_opened_is_an_error) {
+  const TempDir dir;
+  std::vector<std::pair<std::string, KdtrArray>> arrays;
+  for (int i = 0; i < 2000; ++i)
+    arrays.push_back({"array" + std::to_string(i), {DType::kFloat32, {0}, nullptr, 0}});
+  write_kdtr(dir.path("x"), arrays);
+  open_while_cut_short(dir, "x", read_file(dir.path("x")), [&] { KdtrFile file(dir.path("x")); });
 }
 
 KDT_TEST_MAIN

@@ -70,4 +70,11 @@ KDT_TEST(read_reports_a_file_that_became_shorter) {
                 file.read(0, all.size(), all.data()));
 }
 
+KDT_TEST(text_files_have_a_bound) {
+  const TempDir dir;
+  dir.write("x", "0123456789");
+  EXPECT_EQ(kdt::read_text_file(dir.path("x"), 10), "0123456789");
+  EXPECT_THROWS("x: 10 bytes, want at most 9", kdt::read_text_file(dir.path("x"), 9));
+}
+
 KDT_TEST_MAIN
