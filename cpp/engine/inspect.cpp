@@ -1,6 +1,7 @@
 #include "engine/inspect.h"
 
 #include <array>
+#include <filesystem>
 
 #include "core/error.h"
 #include "model/weights.h"
@@ -45,11 +46,20 @@ CheckpointReport inspect_checkpoint(const std::string& folder) {
       report.bytes_by_part[part_of(name)] += static_cast<int64_t>(view.bytes);
     }
     if (report.is_drafter) report.drafter.tensor_prefix = find_draft_prefix(files);
-    const WeightFaults faults = check_weights(
-        report.is_drafter ? draft_weight_specs(report.drafter) : target_weight_specs(report.model),
-        files);
+    const WeightSpecs specs = report.is_drafter ? draft_weight_specs(report.drafter)
+                                                : target_weight_specs(report.model, files);
+    WeightFaults faults = check_weights(specs, files);
+    for (const auto& [name, spec] : specs) {
+      std::string fault = weight_shape_fault(files, name, spec);
+      if (!fault.empty()) faults.add(std::move(fault));
+    }
     report.faults = faults.faults;
+    if (faults.count > report.faults.size())
+      report.faults.push_back(join("and ", faults.count - report.faults.size(), " more"));
     report.unknown = faults.unknown;
+    const std::string drafter = folder + "/drafter";
+    if (!report.is_drafter && std::filesystem::exists(drafter + "/config.json"))
+      check_draft_config(load_draft_config(drafter), report.model, drafter + "/config.json");
   } catch (const Error& error) {
     // A malformed file is a finding too.
     report.faults.push_back(error.what());

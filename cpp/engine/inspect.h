@@ -1,4 +1,4 @@
-// What a checkpoint folder holds, from its headers alone.
+// What a checkpoint folder holds, from its headers and the few numbers among its tensors.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ struct CheckpointReport {
   int64_t total_bytes = 0;
   std::map<std::string, int64_t> bytes_by_dtype;
   std::map<std::string, int64_t> bytes_by_part;  // experts, attention, embedding, ...
-  std::vector<std::string> faults;               // what would keep it from loading
-  std::vector<std::string> unknown;              // tensors that would not be read
+  std::vector<std::string> faults;               // what keeps it from loading, the first of it
+  std::vector<std::string> unknown;              // of these, tensors that config.json lacks
 };
 
 // Throws Error when the folder has no readable config.json. Faults of tensors are in the report.

@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "core/error.h"
+#include "io/mmap_file.h"
 #include "model/config_reader.h"
 
 namespace kdt {
@@ -139,11 +140,15 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
   read_sizes(text, c);
   read_experts(text, c);
   read_norms(text, c);
-  text.expect_text("hidden_act", "silu");
-  text.expect_flag("attention_bias", false);
-  if (text.integer("num_nextn_predict_layers", 0, kMaxLayers, 0) != 0) {
-    text.fail("num_nextn_predict_layers", "this engine supports 0");
+  expect_plain_arithmetic(text);
+  text.expect_none("use_qk_norm");
+  text.expect_none("sliding_window");
+  // Latent attention has one key a token, from which every head makes its own.
+  if (text.integer("num_key_value_heads", 1, kMaxHeads, c.num_attention_heads) !=
+      c.num_attention_heads) {
+    text.fail("num_key_value_heads", join("want num_attention_heads, ", c.num_attention_heads));
   }
+  c.num_nextn_predict_layers = text.integer("num_nextn_predict_layers", 0, kMaxLayers, 0);
   c.tie_word_embeddings =
       text.boolean("tie_word_embeddings", outer.boolean("tie_word_embeddings", false));
   c.rope_interleave = text.boolean("rope_interleave", true);
@@ -171,11 +176,11 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
 ModelConfig load_model_config(const std::string& folder) {
   namespace fs = std::filesystem;
   const std::string path = (fs::path(folder) / "config.json").string();
-  ModelConfig config = parse_model_config(read_text_file(path), path);
+  ModelConfig config = parse_model_config(read_text_file(path, kMaxConfigBytes), path);
   const std::string generation = (fs::path(folder) / "generation_config.json").string();
   if (fs::exists(generation))
-    unite(config.eos_token_ids,
-          parse_generation_eos(read_text_file(generation), generation, config.vocab_size));
+    unite(config.eos_token_ids, parse_generation_eos(read_text_file(generation, kMaxConfigBytes),
+                                                     generation, config.vocab_size));
   return config;
 }
 

@@ -10,7 +10,7 @@ namespace kdt {
 
 // Rotary embedding: plain when `factor` is 1, yarn otherwise.
 struct RopeConfig {
-  double rope_theta = 10000.0;
+  double rope_theta = 0.0;
   bool yarn = false;
   double factor = 1.0;
   double beta_fast = 32.0;
@@ -29,6 +29,7 @@ struct ModelConfig {
   int64_t intermediate_size = 0;
   int64_t moe_intermediate_size = 0;
   int64_t num_hidden_layers = 0;
+  int64_t num_nextn_predict_layers = 0;  // layers behind these, which are not used
   int64_t num_attention_heads = 0;
   int64_t q_lora_rank = 0;  // 0: the query is one product, `q_proj`
   int64_t kv_lora_rank = 0;
@@ -75,6 +76,7 @@ struct DraftConfig {
   RopeConfig rope;
   int64_t max_position_embeddings = 0;  // 0: no limit given
   int64_t block_size = 0;               // the anchor and block_size - 1 drafted positions
+  int64_t num_target_layers = 0;        // 0: not given
   std::vector<int64_t> target_layer_ids;
   int64_t mask_token_id = 0;
   std::vector<bool> layer_causal;     // [num_hidden_layers] causal inside the block
@@ -88,6 +90,9 @@ struct DraftConfig {
 // supported.
 ModelConfig load_model_config(const std::string& folder);
 DraftConfig load_draft_config(const std::string& folder);
+// Throws Error naming the drafter's key (after `where`) that does not fit the target.
+void check_draft_config(const DraftConfig& drafter, const ModelConfig& target,
+                        const std::string& where);
 // Whether `folder`/config.json is a drafter's. Throws Error when it is no JSON.
 bool is_draft_config(const std::string& folder);
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "io/mmap_file.h"
 
 namespace kdt {
 namespace {
@@ -186,6 +185,10 @@ void ConfigReader::expect_flag(std::string_view key, bool value) const {
     fail(key, join("this engine supports ", value ? "true" : "false"));
 }
 
+void ConfigReader::expect_number(std::string_view key, double value) const {
+  if (find(key) && as_number(*find(key)) != value) fail(key, join("this engine supports ", value));
+}
+
 void ConfigReader::expect_none(std::string_view key) const {
   const Json* value = find(key);
   if (value == nullptr) return;
@@ -205,7 +208,7 @@ void ConfigReader::expect_only(std::initializer_list<std::string_view> keys) con
 
 RopeConfig read_rope(const ConfigReader& config) {
   constexpr double kMinTheta = 2, kMaxTheta = 1e12;
-  const double outer = config.number("rope_theta", kMinTheta, kMaxTheta, RopeConfig{}.rope_theta);
+  const double outer = config.number("rope_theta", kMinTheta, kMaxTheta, 0);
   std::optional<RopeConfig> rope;
   for (const char* key : {"rope_parameters", "rope_scaling"}) {
     if (config.find(key) == nullptr) continue;
@@ -217,17 +220,32 @@ RopeConfig read_rope(const ConfigReader& config) {
     if (rope && !(*rope == read)) config.fail(key, "rope_parameters says otherwise");
     rope = read;
   }
-  if (rope) return *rope;
-  RopeConfig plain;
-  plain.rope_theta = outer;
-  return plain;
+  if (!rope) {
+    rope.emplace();
+    rope->rope_theta = outer;
+  }
+  // No default: the dialects' differ.
+  if (rope->rope_theta == 0) config.number("rope_theta", kMinTheta, kMaxTheta);
+  return *rope;
 }
 
-std::string read_text_file(const std::string& path) {
-  const MmapFile file(path);
-  std::string text(file.size(), '\0');
-  file.read(0, text.size(), text.data());
-  return text;
+void expect_plain_arithmetic(const ConfigReader& config) {
+  for (const char* key : {"attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "mlp_bias",
+                          "use_bias", "add_bias_linear", "qk_layernorm"}) {
+    config.expect_flag(key, false);
+  }
+  for (const char* key :
+       {"partial_rotary_factor", "rotary_pct", "rope_ratio", "logits_scaling", "logit_scale",
+        "embedding_multiplier", "residual_multiplier", "scale_emb"}) {
+    config.expect_number(key, 1);
+  }
+  for (const char* key :
+       {"attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping",
+        "attention_multiplier", "query_pre_attn_scalar", "attention_chunk_size",
+        "attn_temperature_tuning", "scale_depth", "swiglu_limit", "index_topk"}) {
+    config.expect_none(key);
+  }
+  config.expect_text("hidden_act", "silu");
 }
 
 }  // namespace kdt

@@ -21,6 +21,7 @@ inline constexpr int64_t kMaxHeads = 4096;
 inline constexpr int64_t kMaxHeadDim = 4096;
 inline constexpr int64_t kMaxExperts = 65536;
 inline constexpr int64_t kMaxPositions = int64_t{1} << 30;
+inline constexpr int64_t kMaxConfigBytes = int64_t{1} << 24;
 
 class ConfigReader {
  public:
@@ -49,6 +50,7 @@ class ConfigReader {
   // Throws Error when the key is there with any other value.
   void expect_text(std::string_view key, std::string_view value) const;
   void expect_flag(std::string_view key, bool value) const;
+  void expect_number(std::string_view key, double value) const;
   // Throws Error unless the key is absent, null, false or an empty object.
   void expect_none(std::string_view key) const;
   // Throws Error for a key outside the list.
@@ -70,6 +72,7 @@ class ConfigReader {
 // From rope_parameters or rope_scaling, and rope_theta in either place.
 RopeConfig read_rope(const ConfigReader& config);
 
-std::string read_text_file(const std::string& path);
+// Refuses keys of other models that change the arithmetic, unless they say that it is unchanged.
+void expect_plain_arithmetic(const ConfigReader& config);
 
 }  // namespace kdt

@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <filesystem>
+#include <optional>
+#include <set>
 
 #include "core/error.h"
+#include "io/mmap_file.h"
 #include "model/config.h"
 #include "model/config_reader.h"
 
@@ -63,12 +66,19 @@ std::vector<int64_t> read_windows(const ConfigReader& top, const ConfigReader& d
 
 std::vector<bool> read_causal(const ConfigReader& top, const ConfigReader& dflash,
                               const std::vector<int64_t>& windows) {
-  const ConfigReader& named = dflash.find("causal") ? dflash : top;
-  const char* key = named.find("causal") ? "causal" : "is_causal";
+  std::optional<bool> stated;
+  for (const auto& [reader, key] :
+       {std::pair{&dflash, "causal"}, {&top, "causal"}, {&top, "is_causal"}}) {
+    if (reader->find(key) == nullptr) continue;
+    const bool value = reader->boolean(key);
+    if (stated && *stated != value)
+      reader->fail(key, join("another key says ", *stated ? "true" : "false"));
+    stated = value;
+  }
   std::vector<bool> causal;
   // Where the checkpoint does not say: sliding layers are causal inside the block, full ones are
   // not.
-  for (int64_t window : windows) causal.push_back(named.boolean(key, window != 0));
+  for (int64_t window : windows) causal.push_back(stated.value_or(window != 0));
   return causal;
 }
 
@@ -108,18 +118,23 @@ DraftConfig parse_draft_config(const std::string& json, const std::string& sourc
   c.rms_norm_eps = top.number("rms_norm_eps", 1e-12, 1);
   c.max_position_embeddings = top.integer("max_position_embeddings", 1, kMaxPositions, 0);
   c.rope = read_rope(top);
-  top.expect_text("hidden_act", "silu");
-  top.expect_flag("attention_bias", false);
+  expect_plain_arithmetic(top);
+  top.expect_flag("use_qk_norm", true);
   top.expect_none("quantization_config");
 
   c.block_size = holder(top, dflash, "block_size").integer("block_size", 2, kMaxBlockSize);
   c.mask_token_id =
       holder(top, dflash, "mask_token_id").integer("mask_token_id", 0, c.vocab_size - 1);
   const ConfigReader& taps = holder(top, dflash, "target_layer_ids");
-  const int64_t num_target_layers = top.integer("num_target_layers", 1, kMaxLayers, kMaxLayers);
-  c.target_layer_ids = taps.integers("target_layer_ids", 0, num_target_layers - 1);
+  c.num_target_layers = top.integer("num_target_layers", 1, kMaxLayers, 0);
+  c.target_layer_ids = taps.integers(
+      "target_layer_ids", 0, (c.num_target_layers > 0 ? c.num_target_layers : kMaxLayers) - 1);
   if (c.target_layer_ids.empty() || c.target_layer_ids.size() > static_cast<size_t>(kMaxTaps)) {
     taps.fail("target_layer_ids", join("want 1 to ", kMaxTaps, " layers of the target"));
+  }
+  if (std::set(c.target_layer_ids.begin(), c.target_layer_ids.end()).size() !=
+      c.target_layer_ids.size()) {
+    taps.fail("target_layer_ids", "want no layer twice");
   }
   c.layer_window = read_windows(top, dflash, c.num_hidden_layers);
   c.layer_causal = read_causal(top, dflash, c.layer_window);
@@ -128,12 +143,30 @@ DraftConfig parse_draft_config(const std::string& json, const std::string& sourc
 
 DraftConfig load_draft_config(const std::string& folder) {
   const std::string path = (std::filesystem::path(folder) / "config.json").string();
-  return parse_draft_config(read_text_file(path), path);
+  return parse_draft_config(read_text_file(path, kMaxConfigBytes), path);
+}
+
+void check_draft_config(const DraftConfig& drafter, const ModelConfig& target,
+                        const std::string& where) {
+  const auto same = [&](const char* key, int64_t value, const char* target_key, int64_t want) {
+    KDT_CHECK(value == want, where, ": ", key, " is ", value, ", the target's ", target_key, " is ",
+              want);
+  };
+  same("hidden_size", drafter.hidden_size, "hidden_size", target.hidden_size);
+  same("vocab_size", drafter.vocab_size, "vocab_size", target.vocab_size);
+  if (drafter.num_target_layers > 0) {
+    same("num_target_layers", drafter.num_target_layers, "num_hidden_layers",
+         target.num_hidden_layers);
+  }
+  for (const int64_t layer : drafter.target_layer_ids) {
+    KDT_CHECK(layer < target.num_hidden_layers, where, ": target_layer_ids holds ", layer,
+              ", the target has ", target.num_hidden_layers, " layers");
+  }
 }
 
 bool is_draft_config(const std::string& folder) {
   const std::string path = (std::filesystem::path(folder) / "config.json").string();
-  const Json root = parse_json(read_text_file(path), path);
+  const Json root = parse_json(read_text_file(path, kMaxConfigBytes), path);
   // A drafter names its taps; a target has none.
   return root.find("dflash_config") != nullptr || root.find("target_layer_ids") != nullptr;
 }

@@ -35,7 +35,7 @@ TargetModel::TargetModel(Backend& backend, const ModelConfig& config,
   const int64_t head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim;
   softmax_scale_ = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.5) *
                                       yarn_softmax_factor(c.rope));
-  WeightReader reader(folder, target_weight_specs(c), backend, progress);
+  WeightReader reader(folder, target_weight_specs(c, folder), backend, progress);
 
   const std::vector<float> table = rope_table(c.rope, c.qk_rope_head_dim, max_positions);
   rope_memory_ = backend.allocate(DType::kFloat32, {max_positions, c.qk_rope_head_dim});

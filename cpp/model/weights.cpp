@@ -1,6 +1,7 @@
 #include "model/weights.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <set>
 
@@ -28,11 +29,13 @@ std::string fault_of(const SafetensorsFolder& folder, const std::string& name,
   return "";
 }
 
-bool is_known_extra(const std::string& name) {
-  for (const char* part : {".rotary_emb.inv_freq", "vision_tower.", "mm_projector."}) {
-    if (name.find(part) != std::string::npos) return true;
-  }
-  return false;
+bool is_ignored(const WeightSpecs& specs, const std::string& name) {
+  // What comes before a name in order and is its beginning, comes right before it.
+  const auto next = specs.upper_bound(name);
+  if (next == specs.begin()) return false;
+  const auto& [ignored, spec] = *std::prev(next);
+  return spec.kind == WeightSpec::Kind::kIgnored &&
+         (name == ignored || (ignored.ends_with('.') && name.starts_with(ignored)));
 }
 
 void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size,
@@ -59,8 +62,14 @@ std::vector<float> to_floats(const std::vector<uint8_t>& bytes, const std::strin
 
 }  // namespace
 
-WeightSpecs target_weight_specs(const ModelConfig& c) {
+WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& folder) {
   using Kind = WeightSpec::Kind;
+  int64_t moe_layers = 0;
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) moe_layers += c.is_moe_layer(l) ? 1 : 0;
+  const auto num_tensors = static_cast<int64_t>(folder.tensors().size());
+  KDT_CHECK(moe_layers * c.n_routed_experts <= num_tensors, folder.folder(),
+            ": config.json asks for ", moe_layers, " layers of n_routed_experts ",
+            c.n_routed_experts, ", the files hold ", num_tensors, " tensors");
   WeightSpecs specs;
   const std::string& p = c.tensor_prefix;
   specs[p + "embed_tokens"] = {Kind::kTable, c.vocab_size, c.hidden_size};
@@ -104,6 +113,19 @@ WeightSpecs target_weight_specs(const ModelConfig& c) {
               c.moe_intermediate_size * c.n_shared_experts);
     }
   }
+  for (auto& [name, spec] : specs) spec.int4 = spec.kind == Kind::kMatrix && c.int4_group_size > 0;
+
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    specs[p + "layers." + std::to_string(l) + ".self_attn.rotary_emb.inv_freq"] = {Kind::kIgnored};
+  }
+  // Layers that predict the token after the next. They have a projection that no other layer has.
+  for (int64_t l = c.num_hidden_layers; l < c.num_hidden_layers + c.num_nextn_predict_layers; ++l) {
+    const std::string layer = p + "layers." + std::to_string(l) + ".";
+    if (folder.find(layer + "eh_proj.weight") != nullptr) specs[layer] = {Kind::kIgnored};
+  }
+  if (p.starts_with("language_model.")) {
+    for (const char* part : {"vision_tower.", "mm_projector."}) specs[part] = {Kind::kIgnored};
+  }
   return specs;
 }
 
@@ -130,6 +152,7 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
                                    c.num_attention_heads * c.head_dim};
     specs[attention + "q_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "k_norm.weight"] = {Kind::kVector, c.head_dim};
+    specs[attention + "rotary_emb.inv_freq"] = {Kind::kIgnored};
     add_mlp(specs, layer + "mlp", c.hidden_size, c.intermediate_size);
   }
   return specs;
@@ -141,6 +164,10 @@ std::string find_draft_prefix(const SafetensorsFolder& folder) {
   return prefixed ? "model." : "";
 }
 
+void WeightFaults::add(std::string fault) {
+  if (++count <= kMaxKept) faults.push_back(std::move(fault));
+}
+
 WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder) {
   const std::set<std::string> floats = {"BF16", "F32"};
   WeightFaults result;
@@ -149,19 +176,27 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
                         const std::set<std::string>& dtypes) {
     known.insert(name);
     const std::string fault = fault_of(folder, name, shape, dtypes);
-    if (!fault.empty()) result.faults.push_back(fault);
+    if (!fault.empty()) result.add(fault);
   };
   for (const auto& [name, spec] : specs) {
+    if (spec.kind == WeightSpec::Kind::kIgnored) continue;
     if (spec.kind == WeightSpec::Kind::kVector) {
       want(name, {spec.out}, floats);
-    } else if (folder.find(name + ".weight_packed") == nullptr) {
+      continue;
+    }
+    const bool packed = folder.find(name + ".weight_packed") != nullptr;
+    if (!packed && spec.int4 && folder.find(name + ".weight") == nullptr) {
+      result.add(name + ": missing, neither .weight_packed (int4) nor .weight is there");
+    } else if (!packed) {
       want(name + ".weight", {spec.out, spec.in}, floats);
-    } else if (spec.kind == WeightSpec::Kind::kTable || spec.in % 32 != 0) {
-      known.insert(name + ".weight_packed");
-      result.faults.push_back(
-          name + ".weight_packed: this module cannot be int4" +
-          (spec.in % 32 != 0 ? ", its " + std::to_string(spec.in) + " inputs are no multiple of 32"
-                             : ""));
+    } else if (!spec.int4 || spec.in % 32 != 0) {
+      for (const char* part : {".weight_packed", ".weight_scale", ".weight_shape"})
+        known.insert(name + part);
+      result.add(name + ".weight_packed: " +
+                 (spec.kind == WeightSpec::Kind::kTable ? "this module cannot be int4"
+                  : !spec.int4 ? "int4, but config.json has no quantization_config"
+                               : "this module cannot be int4, its " + std::to_string(spec.in) +
+                                     " inputs are no multiple of 32"));
     } else {
       want(name + ".weight_packed", {spec.out, spec.in / 8}, {"I32"});
       want(name + ".weight_scale", {spec.out, spec.in / 32}, {"BF16"});
@@ -169,22 +204,44 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
     }
   }
   for (const auto& [name, view] : folder.tensors()) {
-    if (!known.contains(name) && !is_known_extra(name)) result.unknown.push_back(name);
+    if (known.contains(name) || is_ignored(specs, name)) continue;
+    result.add(name + ": the model of config.json has no such tensor");
+    if (result.unknown.size() < WeightFaults::kMaxKept) result.unknown.push_back(name);
   }
   return result;
+}
+
+std::string weight_shape_fault(const SafetensorsFolder& folder, const std::string& name,
+                               const WeightSpec& spec) {
+  const std::string tensor = name + ".weight_shape";
+  const SafetensorsView* view = folder.find(tensor);
+  if (view == nullptr || folder.find(name + ".weight_packed") == nullptr) return "";
+  const std::string fault = fault_of(folder, tensor, {2}, {"I32", "I64"});
+  if (!fault.empty()) return fault;
+  std::vector<int64_t> stated(2);
+  if (view->dtype == "I64") {
+    folder.read(*view, stated.data());
+  } else {
+    std::array<int32_t, 2> narrow;
+    folder.read(*view, narrow.data());
+    stated.assign(narrow.begin(), narrow.end());
+  }
+  const std::vector<int64_t> want = {spec.out, spec.in};
+  if (stated == want) return "";
+  return tensor + ": holds " + shape_text(stated) + ", want " + shape_text(want);
 }
 
 WeightReader::WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
                            LoadProgress progress)
     : folder_(folder), specs_(std::move(specs)), backend_(backend), progress_(std::move(progress)) {
   const WeightFaults faults = check_weights(specs_, folder_);
-  if (faults.faults.empty()) return;
+  if (faults.count == 0) return;
+  constexpr size_t kNamed = 5;
   std::string text;
-  for (size_t i = 0; i < faults.faults.size() && i < 5; ++i)
+  for (size_t i = 0; i < faults.faults.size() && i < kNamed; ++i)
     text += (i ? "; " : "") + faults.faults[i];
-  throw Error(join(folder_.folder(), ": ", faults.faults.size(),
-                   " tensors are not as config.json asks: ", text,
-                   faults.faults.size() > 5 ? "; ..." : ""));
+  throw Error(join(folder_.folder(), ": ", faults.count, " tensors are not as config.json asks: ",
+                   text, faults.count > kNamed ? "; ..." : ""));
 }
 
 const WeightSpec& WeightReader::spec(const std::string& name) const {
@@ -216,6 +273,8 @@ HostMatrix WeightReader::matrix(const std::string& name) {
   matrix.out_features = s.out;
   matrix.in_features = s.in;
   if (const SafetensorsView* packed = folder_.find(name + ".weight_packed")) {
+    const std::string fault = weight_shape_fault(folder_, name, s);
+    KDT_CHECK(fault.empty(), folder_.folder(), ": ", fault);
     matrix.dtype = DType::kInt32;
     matrix.data = stage(packed);
     matrix.scale = stage(folder_.find(name + ".weight_scale"));

@@ -201,7 +201,12 @@ KDT_TEST(every_spelling_of_plain_rope_is_plain) {
     EXPECT(!c.rope.yarn);
     EXPECT_EQ(c.rope.rope_theta, 50000.0);
   }
-  EXPECT_EQ(parse({{"rope_scaling", "-"}, {"rope_theta", "-"}}).rope.rope_theta, 10000.0);
+  // No default stands in for a base that is not there.
+  for (const char* value : {"-", "null", "{}", "{\"type\":\"default\"}"}) {
+    EXPECT_THROWS("config.json: rope_theta is missing, want a number",
+                  parse({{"rope_scaling", value}, {"rope_theta", "-"}}));
+  }
+  EXPECT_THROWS("rope_theta is missing", parse({{"rope_theta", "-"}}));
 }
 
 KDT_TEST(every_spelling_of_yarn_is_the_same_yarn) {
@@ -296,9 +301,25 @@ KDT_TEST(refuses_what_the_engine_does_not_compute) {
   refuses("scoring_func", {"\"softmax\""});
   refuses("topk_method", {"\"greedy\""});
   refuses("hidden_act", {"\"gelu\"", "1"});
-  refuses("attention_bias", {"true", "0"});
-  refuses("num_nextn_predict_layers", {"1", "-1"});
+  refuses("num_nextn_predict_layers", {"1025", "-1"});
+  refuses("num_key_value_heads", {"1", "8", "128", "\"64\""});
+  EXPECT_EQ(parse({{"num_key_value_heads", "-"}}).num_attention_heads, 64);
+  for (const char* key : {"attention_bias", "mlp_bias", "qkv_bias", "use_bias", "qk_layernorm"}) {
+    refuses(key, {"true", "0"});
+    parse({{key, "false"}});
+  }
+  for (const char* key : {"partial_rotary_factor", "logits_scaling", "residual_multiplier"}) {
+    refuses(key, {"0.5", "0", "\"1\"", "true"});
+    parse({{key, "1.0"}});
+  }
+  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+                          "index_topk", "use_qk_norm", "swiglu_limit"}) {
+    refuses(key, {"30.0", "true", "[1]"});
+    parse({{key, "null"}});
+    parse({{key, "false"}});
+  }
   refuses("rope_interleave", {"1"});
+  EXPECT_EQ(parse({{"num_nextn_predict_layers", "1"}}).num_nextn_predict_layers, 1);
   EXPECT_EQ(parse({{"num_nextn_predict_layers", "-"}, {"scoring_func", "-"}, {"topk_method", "-"}})
                 .n_group,
             1);
@@ -357,6 +378,10 @@ KDT_TEST(stop_ids_come_from_both_files) {
   dir.write("generation_config.json", "[");
   EXPECT_THROWS("generation_config.json: not valid JSON", kdt::load_model_config(dir.path(".")));
   EXPECT_THROWS("nowhere/config.json: cannot open", kdt::load_model_config(dir.path("nowhere")));
+  dir.write("config.json", "");
+  std::filesystem::resize_file(dir.path("config.json"), uint64_t{1} << 40);
+  EXPECT_THROWS("config.json: 1099511627776 bytes, want at most",
+                kdt::load_model_config(dir.path(".")));
   EXPECT(parse({{"eos_token_id", "null"}, {"bos_token_id", "-"}}).eos_token_ids.empty());
   EXPECT_EQ(parse({{"bos_token_id", "null"}}).bos_token_id, -1);
   refuses("eos_token_id", {"-1", "163840", "\"x\""});

@@ -107,6 +107,13 @@ KDT_TEST(reads_sliding_layers) {
   EXPECT(parse(drafter(types + R"(,"sliding_window":12)", qwen, kTaps + R"("causal":false)"))
              .layer_causal == std::vector<bool>(3, false));
   EXPECT(parse(drafter("\"is_causal\":true")).layer_causal == std::vector<bool>(3, true));
+  EXPECT(parse(drafter(R"("is_causal":false,"causal":false)")).layer_causal ==
+         std::vector<bool>(3, false));
+  EXPECT_THROWS("drafter: is_causal is true, another key says false",
+                parse(drafter(R"("causal":false,"is_causal":true)")));
+  EXPECT_THROWS("drafter: causal is false, another key says true",
+                parse(drafter("\"causal\":false", {}, kTaps + R"("causal":true)")));
+  EXPECT_THROWS("drafter: is_causal is 1, want true or false", parse(drafter("\"is_causal\":1")));
 
   EXPECT_THROWS("drafter: sliding_window is null, layer_types names sliding_attention",
                 parse(drafter(types)));
@@ -156,6 +163,8 @@ KDT_TEST(refuses_numbers_that_are_missing_or_out_of_bounds) {
                 parse(drafter("", {}, R"("target_layer_ids":[61],"mask_token_id":1)")));
   EXPECT_THROWS("dflash_config.target_layer_ids is [-1]",
                 parse(drafter("", {}, R"("target_layer_ids":[-1],"mask_token_id":1)")));
+  EXPECT_THROWS("dflash_config.target_layer_ids is [1, 12, 1], want no layer twice",
+                parse(drafter("", {}, R"("target_layer_ids":[1,12,1],"mask_token_id":1)")));
   EXPECT_THROWS("dflash_config.target_layer_ids is []",
                 parse(drafter("", {}, R"("target_layer_ids":[],"mask_token_id":1)")));
 }
@@ -164,12 +173,37 @@ KDT_TEST(refuses_what_the_engine_does_not_compute) {
   refuses("model_type", {"-", "\"llama\""});
   refuses("architectures", {"[\"EagleModel\"]"});
   refuses("hidden_act", {"\"gelu\""});
-  refuses("attention_bias", {"true"});
+  for (const char* key : {"attention_bias", "mlp_bias", "qkv_bias"}) refuses(key, {"true"});
+  refuses("partial_rotary_factor", {"0.5"});
+  refuses("attn_logit_softcapping", {"50.0"});
+  refuses("use_qk_norm", {"false"});
+  refuses("rope_theta", {"-", "null"});
   refuses("draft_vocab_size", {"32000"});
   refuses("quantization_config", {"{\"bits\": 4}"});
   EXPECT_THROWS(
       "rope_scaling.rope_type is \"linear\"",
       parse(drafter(R"("rope_scaling":{"rope_type":"linear","factor":2})", {"rope_scaling"})));
+}
+
+KDT_TEST(a_drafter_belongs_to_its_target) {
+  kdt::ModelConfig target;
+  target.hidden_size = 7168;
+  target.vocab_size = 163840;
+  target.num_hidden_layers = 61;
+  const auto check = [&](const std::string& text) {
+    kdt::check_draft_config(parse(text), target, "drafter");
+  };
+  check(drafter());
+  check(drafter("", {"num_target_layers"}));
+  EXPECT_THROWS("drafter: num_target_layers is 60, the target's num_hidden_layers is 61",
+                check(drafter("\"num_target_layers\":60", {"num_target_layers"})));
+  EXPECT_THROWS("drafter: hidden_size is 4096, the target's hidden_size is 7168",
+                check(drafter("\"hidden_size\":4096", {"hidden_size"})));
+  EXPECT_THROWS("drafter: vocab_size is 163841, the target's vocab_size is 163840",
+                check(drafter("\"vocab_size\":163841", {"vocab_size"})));
+  target.num_hidden_layers = 24;
+  EXPECT_THROWS("drafter: target_layer_ids holds 24, the target has 24 layers",
+                check(drafter("", {"num_target_layers"})));
 }
 
 KDT_TEST(loads_a_folder) {

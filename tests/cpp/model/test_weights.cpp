@@ -1,4 +1,6 @@
 // The contract of a checkpoint's tensors, and their way to the back end.
+#include <array>
+
 #include "io/temp_dir.h"
 #include "tiny_models.h"
 
@@ -15,7 +17,7 @@ struct Tensors {
   std::map<std::string, Entry> entries;
 
   static int64_t bytes_of(const std::string& dtype) {
-    return dtype == "F32" || dtype == "I32" ? 4 : 2;
+    return dtype == "I64" ? 8 : dtype == "F32" || dtype == "I32" ? 4 : 2;
   }
 
   void add(const std::string& name, const std::string& dtype, const Shape& shape) {
@@ -25,6 +27,13 @@ struct Tensors {
     Random random(entries.size());
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.below(60));  // numbers, no NaN
     entries[name] = {dtype, shape, bytes};
+  }
+
+  // `name`.weight_shape.
+  template <typename T>
+  void add_shape(const std::string& name, std::array<T, 2> shape) {
+    add(name + ".weight_shape", sizeof(T) == 8 ? "I64" : "I32", {2});
+    std::memcpy(entries[name + ".weight_shape"].bytes.data(), shape.data(), sizeof(shape));
   }
 
   void write(const TempDir& folder) const {
@@ -72,15 +81,22 @@ Tensors small_tensors() {
   t.add("layers.0.mlp.gate_proj.weight", "BF16", {64, 32});
   t.add("layers.0.mlp.up_proj.weight_packed", "I32", {64, 4});
   t.add("layers.0.mlp.up_proj.weight_scale", "BF16", {64, 1});
-  t.add("layers.0.mlp.up_proj.weight_shape", "I32", {2});
+  t.add_shape<int32_t>("layers.0.mlp.up_proj", {64, 32});
   t.add("layers.0.mlp.down_proj.weight", "BF16", {32, 64});
   return t;
 }
 
-WeightFaults faults_of(const Tensors& tensors, const DraftConfig& config = small_drafter()) {
+// As if config.json had a quantization_config.
+WeightSpecs int4_specs(const DraftConfig& config = small_drafter()) {
+  WeightSpecs specs = draft_weight_specs(config);
+  for (auto& [name, spec] : specs) spec.int4 = spec.kind == WeightSpec::Kind::kMatrix;
+  return specs;
+}
+
+WeightFaults faults_of(const Tensors& tensors, const WeightSpecs& specs = int4_specs()) {
   const TempDir folder;
   tensors.write(folder);
-  return check_weights(draft_weight_specs(config), SafetensorsFolder(folder.path("")));
+  return check_weights(specs, SafetensorsFolder(folder.path("")));
 }
 
 std::string only_fault(const Tensors& tensors) {
@@ -90,6 +106,7 @@ std::string only_fault(const Tensors& tensors) {
 
 KDT_TEST(a_complete_checkpoint_has_no_fault) {
   const WeightFaults result = faults_of(small_tensors());
+  EXPECT_EQ(result.count, 0u);
   EXPECT(result.faults.empty());
   EXPECT(result.unknown.empty());
 }
@@ -111,8 +128,47 @@ KDT_TEST(each_fault_names_the_tensor_and_the_values) {
   t.entries.erase("layers.0.mlp.up_proj.weight_scale");
   EXPECT_EQ(only_fault(t), "layers.0.mlp.up_proj.weight_scale: missing");
   t = small_tensors();
+  t.entries.erase("layers.0.mlp.gate_proj.weight");
+  EXPECT_EQ(only_fault(t),
+            "layers.0.mlp.gate_proj: missing, neither .weight_packed (int4) nor .weight is there");
+  t = small_tensors();
   t.add("layers.0.mlp.up_proj.weight_packed", "I32", {64, 8});
   EXPECT_EQ(only_fault(t), "layers.0.mlp.up_proj.weight_packed: shape [64, 8], want [64, 4]");
+}
+
+KDT_TEST(int4_needs_a_quantization_config) {
+  const WeightFaults result = faults_of(small_tensors(), draft_weight_specs(small_drafter()));
+  EXPECT_EQ(result.faults.size(), 1u);
+  EXPECT_EQ(result.faults.at(0),
+            "layers.0.mlp.up_proj.weight_packed: int4, but config.json has no quantization_config");
+}
+
+KDT_TEST(weight_shape_repeats_the_shape) {
+  const std::string up = "layers.0.mlp.up_proj";
+  const auto fault = [&](const Tensors& tensors) {
+    const TempDir folder;
+    tensors.write(folder);
+    const SafetensorsFolder files(folder.path(""));
+    const std::string found = weight_shape_fault(files, up, int4_specs().at(up));
+    WeightReader reader(files, int4_specs(), backend(), {});
+    if (!found.empty()) EXPECT_THROWS(found, reader.matrix(up));
+    if (found.empty()) reader.matrix(up);
+    return found;
+  };
+  Tensors t = small_tensors();
+  EXPECT_EQ(fault(t), "");
+  t.add_shape<int64_t>(up, {64, 32});
+  EXPECT_EQ(fault(t), "");
+  t.add_shape<int64_t>(up, {64, 31});
+  EXPECT_EQ(fault(t), up + ".weight_shape: holds [64, 31], want [64, 32]");
+  t.add_shape<int32_t>(up, {32, 64});
+  EXPECT_EQ(fault(t), up + ".weight_shape: holds [32, 64], want [64, 32]");
+  t.add(up + ".weight_shape", "I32", {3});
+  EXPECT_EQ(fault(t), up + ".weight_shape: shape [3], want [2]");
+  t.add(up + ".weight_shape", "BF16", {2});
+  EXPECT_EQ(fault(t), up + ".weight_shape: dtype BF16, want I32 or I64");
+  t.entries.erase(up + ".weight_shape");
+  EXPECT_EQ(fault(t), "");
 }
 
 KDT_TEST(int4_needs_whole_groups) {
@@ -124,7 +180,7 @@ KDT_TEST(int4_needs_whole_groups) {
   t.add("layers.0.mlp.up_proj.weight_scale", "BF16", {40, 1});
   t.entries.erase("layers.0.mlp.down_proj.weight");
   t.add("layers.0.mlp.down_proj.weight_packed", "I32", {32, 5});
-  const WeightFaults result = faults_of(t, config);
+  const WeightFaults result = faults_of(t, int4_specs(config));
   EXPECT_EQ(result.faults.size(), 1u);
   EXPECT_EQ(
       result.faults.at(0),
@@ -132,13 +188,74 @@ KDT_TEST(int4_needs_whole_groups) {
       "multiple of 32");
 }
 
-KDT_TEST(tensors_outside_the_contract_are_listed) {
+KDT_TEST(tensors_outside_the_contract_are_faults) {
   Tensors t = small_tensors();
-  t.add("layers.1.self_attn.q_proj.weight", "BF16", {32, 32});
   t.add("layers.0.self_attn.rotary_emb.inv_freq", "F32", {4});  // known, of no use
+  EXPECT_EQ(faults_of(t).count, 0u);
+  for (const char* name :
+       {"layers.1.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.bias", "d2t", "t2d",
+        "lm_head.weight", "embed_tokens.weight", "layers.0.mlp.up_proj.weight_zero_point",
+        "layers.0.mlp.up_proj.weight_g_idx", "layers.0.mlp.up_proj.weight",
+        "layers.0.mlp.down_proj.weight_shape", "layers.0.self_attn.rotary_emb.inv_freqs",
+        "layers.1.self_attn.rotary_emb.inv_freq", "vision_tower.x", "mm_projector.x",
+        "fc.vision_tower.rotary_emb.inv_freq", "!", "~"}) {
+    Tensors more = t;
+    more.add(name, "BF16", {2});
+    const WeightFaults result = faults_of(more);
+    EXPECT_EQ(only_fault(more),
+              std::string(name) + ": the model of config.json has no such tensor");
+    EXPECT(result.unknown == std::vector<std::string>{name});
+  }
+}
+
+KDT_TEST(a_list_of_faults_has_an_end) {
+  Tensors t = small_tensors();
+  for (int i = 0; i < 100; ++i) t.add(join("x", i), "BF16", {1});
+  t.entries.erase("norm.weight");
   const WeightFaults result = faults_of(t);
-  EXPECT(result.faults.empty());
-  EXPECT(result.unknown == std::vector<std::string>{"layers.1.self_attn.q_proj.weight"});
+  EXPECT_EQ(result.count, 101u);
+  EXPECT_EQ(result.faults.size(), WeightFaults::kMaxKept);
+  EXPECT_EQ(result.unknown.size(), WeightFaults::kMaxKept);
+  EXPECT_EQ(result.faults.at(0), "norm.weight: missing");
+}
+
+// The tensors of a target without experts, of these names and nothing else.
+KDT_TEST(the_contract_of_a_target_depends_on_what_is_there) {
+  ModelConfig config;
+  config.num_hidden_layers = 2;
+  config.tensor_prefix = "language_model.model.";
+  config.lm_head_name = "language_model.lm_head.weight";
+  const auto unknown = [&](const std::vector<std::string>& names) {
+    const TempDir folder;
+    Tensors tensors;
+    for (const std::string& name : names) tensors.add(name, "BF16", {1});
+    tensors.write(folder);
+    const SafetensorsFolder files(folder.path(""));
+    return check_weights(target_weight_specs(config, files), files).unknown;
+  };
+  const std::string p = config.tensor_prefix;
+  const auto none = std::vector<std::string>{};
+  EXPECT(unknown({"vision_tower.a.b", "mm_projector.c",
+                  p + "layers.1.self_attn.rotary_emb.inv_freq"}) == none);
+  // A layer behind the last is no layer for the token after the next unless config.json says so and
+  // it looks like one.
+  const std::vector<std::string> next = {p + "layers.2.eh_proj.weight",
+                                         p + "layers.2.enorm.weight"};
+  const std::string more = p + "layers.2.input_layernorm.weight";
+  EXPECT(unknown(next) == next);
+  config.num_nextn_predict_layers = 1;
+  EXPECT(unknown(next) == none);
+  EXPECT(unknown({more}) == std::vector<std::string>{more});
+  EXPECT(unknown({p + "layers.3.eh_proj.weight"}) ==
+         std::vector<std::string>{p + "layers.3.eh_proj.weight"});
+  config.tensor_prefix = "model.";
+  EXPECT(unknown({"vision_tower.a"}) == std::vector<std::string>{"vision_tower.a"});
+
+  config.num_hidden_layers = 1024;
+  config.n_routed_experts = 65536;
+  EXPECT_THROWS(
+      "config.json asks for 1024 layers of n_routed_experts 65536, the files hold 1 tensors",
+      unknown({"a"}));
 }
 
 KDT_TEST(the_prefix_of_a_drafter) {
@@ -162,10 +279,8 @@ KDT_TEST(a_reader_refuses_a_folder_that_breaks_the_contract) {
   }
   t.write(folder);
   const SafetensorsFolder files(folder.path(""));
-  const auto read = [&] {
-    WeightReader(files, draft_weight_specs(small_drafter()), backend(), {});
-  };
-  EXPECT_THROWS("6 tensors are not as config.json asks: fc.weight: missing;", read());
+  const auto read = [&] { WeightReader(files, int4_specs(), backend(), {}); };
+  EXPECT_THROWS("6 tensors are not as config.json asks: fc: missing,", read());
   EXPECT_THROWS("; ...", read());
 }
 
@@ -176,12 +291,11 @@ KDT_TEST(values_on_their_way) {
   const SafetensorsFolder files(folder.path(""));
   int64_t done = 0, total = 0;
   bool ascending = true;
-  WeightReader reader(files, draft_weight_specs(small_drafter()), backend(),
-                      [&](int64_t d, int64_t all) {
-                        ascending = ascending && d > done && d <= all;
-                        done = d;
-                        total = all;
-                      });
+  WeightReader reader(files, int4_specs(), backend(), [&](int64_t d, int64_t all) {
+    ascending = ascending && d > done && d <= all;
+    done = d;
+    total = all;
+  });
   const auto expected = [&](const std::string& name) {
     const Tensors::Entry& entry = t.entries.at(name);
     Floats values;
@@ -225,14 +339,14 @@ KDT_TEST(the_contract_of_each_tiny_model) {
   if (!std::filesystem::exists(preset_folder("tiny"))) return;
   for (const char* preset : {"tiny", "groups", "kimi_groups", "plain", "nested"}) {
     const SafetensorsFolder files(preset_folder(preset));
-    const WeightFaults result =
-        check_weights(target_weight_specs(load_model_config(preset_folder(preset))), files);
+    const WeightSpecs specs = target_weight_specs(load_model_config(preset_folder(preset)), files);
+    const WeightFaults result = check_weights(specs, files);
     for (const std::string& fault : result.faults) report(__FILE__, __LINE__, fault);
-    for (const std::string& name : result.unknown) report(__FILE__, __LINE__, name);
+    for (const auto& [name, spec] : specs) EXPECT_EQ(weight_shape_fault(files, name, spec), "");
     const std::string drafter = preset_folder(preset) + "/drafter";
     const WeightFaults drafted =
         check_weights(draft_weight_specs(load_draft_config(drafter)), SafetensorsFolder(drafter));
-    EXPECT(drafted.faults.empty() && drafted.unknown.empty());
+    EXPECT_EQ(drafted.count, 0u);
   }
 }
 
