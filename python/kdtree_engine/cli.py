@@ -17,12 +17,19 @@ The bundled model needs no download: kdtree generate "def fibonacci(n):"
 
 Each command has examples: kdtree COMMAND --help
 """
-app = typer.Typer(help=_TOP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help=_TOP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help='Text to continue; "-": stdin.')]
 app.command("bench")(bench)
 
 
 @app.callback(invoke_without_command=True)
+@common.errors_in_one_line
 def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
@@ -46,8 +53,8 @@ def generate(
     tree_budget: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
     ] = None,
-    tree_topk: common.TreeTopk = 0,
-    draft_temperature: common.DraftTemperature = 1.0,
+    tree_topk: common.TreeTopk = None,
+    draft_temperature: common.DraftTemperature = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
@@ -189,8 +196,8 @@ def tree(
     model: common.Model = None,
     draft_model: common.DraftModel = None,
     tree_budget: Annotated[str, typer.Option(metavar="N", help="Draft nodes.")] = "16",
-    tree_topk: common.TreeTopk = 0,
-    draft_temperature: common.DraftTemperature = 1.0,
+    tree_topk: common.TreeTopk = None,
+    draft_temperature: common.DraftTemperature = None,
     after: Annotated[int, typer.Option(min=0, help="Rounds to skip first.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Also write a picture to this file.")] = None,
     chat: common.Chat = False,
@@ -236,5 +243,5 @@ def tree(
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command; ends the process with its status."""
-    common.never_fail_to_encode()
-    app(args=argv, prog_name="kdtree")
+    common.prepare_streams()
+    common.errors_in_one_line(lambda: app(args=argv, prog_name="kdtree"))()

@@ -83,9 +83,12 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     if not path.is_file():
         raise OptionError(f"{path} is not a file: name one with prompts as --prompts FILE")
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"prompts file {path} is not JSON ({error}): {want}") from error
+        entries = json.loads(common.utf8(f"prompts file {path}", path.read_bytes()))
+    except OptionError:
+        raise
+    except (ValueError, RecursionError) as error:
+        fault = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise OptionError(f"prompts file {path} is not JSON ({fault}): {want}") from error
     if not isinstance(entries, list) or not entries:
         raise OptionError(f"prompts file {path} holds no list of prompts: {want}")
     prompts = []
@@ -96,21 +99,25 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
             raise OptionError(
                 f"prompts file {path}: prompt {index} has no text, or other fields: {want}"
             )
+        for key, value in zip(("name", "text", "kind"), values, strict=True):
+            common.check_text(f"prompts file {path}: prompt {index}: {key}", value)
         prompts.append(BenchPrompt(values[0] or str(index), values[1], values[2]))
     return prompts
 
 
-def settings_of(methods: str, budgets: str) -> list[Setting]:
+def settings_of(methods: str, budgets: str | None) -> list[Setting]:
     """The settings that two comma-separated options stand for; plain decoding comes first."""
-    names = [m.strip() for m in methods.split(",") if m.strip()]
+    names = [m.strip() for m in methods.split(",")]
     for name in names:
         if name not in METHODS:
             raise OptionError(f"--methods has {name!r}, want {', '.join(METHODS)}")
+    if budgets is not None and "ddtree" not in names:
+        raise OptionError("--budgets needs trees, and --methods has no ddtree: leave one out")
     settings = [Setting(SpecStats("none", None))]
     if "dflash" in names:
         settings.append(Setting(SpecStats("dflash", None)))
     if "ddtree" in names:
-        for text in budgets.split(","):
+        for text in (_DEFAULT_BUDGETS if budgets is None else budgets).split(","):
             budget = common.parse_budget(text.strip(), "--budgets")
             settings.append(Setting(SpecStats("ddtree", budget)))
     return settings
@@ -184,8 +191,11 @@ def bench(
     draft_model: common.DraftModel = None,
     methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
     budgets: Annotated[
-        str, typer.Option(help=f"Tree budgets, 1 to {MAX_BUDGET} or auto.")
-    ] = _DEFAULT_BUDGETS,
+        str | None,
+        typer.Option(
+            help=f"Tree budgets, 1 to {MAX_BUDGET} or auto.  [default: {_DEFAULT_BUDGETS}]"
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from kdtree_engine import checks
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -43,14 +44,16 @@ MaxModelLen = Annotated[
         show_default=False, help="Most tokens of prompt and text.  [default: the model's own]"
     ),
 ]
+# None where the option is not given: given with a method that has no use for it, it is refused.
 TreeTopk = Annotated[
-    int,
-    typer.Option(
-        show_default=False, help="Candidates at each depth.  [default: as many as the budget]"
-    ),
+    int | None,
+    typer.Option(help="Candidates at each depth.  [default: as many as the budget]"),
 ]
 DraftTemperature = Annotated[
-    float, typer.Option(help="Divides the drafter's logits; the text does not depend on it.")
+    float | None,
+    typer.Option(
+        help="Divides the drafter's logits; the text does not depend on it.  [default: 1.0]"
+    ),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model's chat template.")]
 
@@ -60,6 +63,7 @@ _OPTION_NAMES = re.compile(
     r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device)"
     r"(?= (?:is|must|has) )"
 )
+_ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
 # What a terminal shows that cannot show these.
 _ASCII = {"·": ".", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "×": "x", "✓": "*"}
 _ASCII |= {bar: str(height + 1) for height, bar in enumerate("▁▂▃▄▅▆▇█")}
@@ -69,8 +73,11 @@ class OptionError(ValueError):
     """The command line asks for what cannot be: status 2, where a failure has status 1."""
 
 
-def never_fail_to_encode() -> None:
-    """Lets both output streams replace what their encoding lacks."""
+def prepare_streams() -> None:
+    """Makes sure that both output streams are there, and replace what their encoding lacks.
+
+    Ends the process when standard output is closed, as there is nobody to work for.
+    """
 
     def replaced(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
@@ -79,15 +86,34 @@ def never_fail_to_encode() -> None:
         return "".join(_ASCII.get(c, "?") for c in missing), error.end
 
     codecs.register_error("kdtree", replaced)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        _complain("standard output is closed")
+        raise SystemExit(1)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="kdtree")
 
 
+def _complain(text: str) -> None:
+    with suppress(OSError):  # nobody reads standard error either
+        print(f"kdtree: error: {text}", file=sys.stderr)
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuses what the shell passed on that is not UTF-8, by the name of its option."""
+    for name, value in arguments.items():
+        option = _ARGUMENT_NAMES.get(name, f"--{name.replace('_', '-')}")
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str | Path):
+                check_text(option, str(one))
+
+
 def _one_line(error: BaseException) -> tuple[str, int]:
     """What to say of an error, in words of the command line, and the exit status."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.strerror}: {error.filename}", 1
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror, 1
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OptionError):
         return text, 2
@@ -106,9 +132,11 @@ def errors_in_one_line(command: Command) -> Command:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            result = command(*args, **kwargs)
-            sys.stdout.flush()
-            return result
+            _check_arguments(kwargs)
+            try:
+                return command(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
         except typer.Exit:
             raise
         except KeyboardInterrupt:
@@ -120,7 +148,7 @@ def errors_in_one_line(command: Command) -> Command:
             raise SystemExit(1) from None
         except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
             text, status = _one_line(error)
-            print(f"kdtree: error: {text}", file=sys.stderr)
+            _complain(text)
             raise SystemExit(status) from None
 
     return wrapped  # type: ignore[return-value]
@@ -188,8 +216,8 @@ def speculative_options(
     draft_model: Path | None,
     method: str | None = None,
     tree_budget: str | None = None,
-    tree_topk: int = 0,
-    draft_temperature: float = 1.0,
+    tree_topk: int | None = None,
+    draft_temperature: float | None = None,
 ) -> dict[str, Any]:
     """The `speculative_config` that options of the command line stand for, checked."""
     options: dict[str, Any] = {}
@@ -199,9 +227,9 @@ def speculative_options(
         options["method"] = method
     if tree_budget is not None:
         options["tree_budget"] = parse_budget(tree_budget)
-    if tree_topk != 0:
+    if tree_topk is not None:
         options["tree_topk"] = tree_topk
-    if draft_temperature != 1.0:
+    if draft_temperature is not None:
         options["draft_temperature"] = draft_temperature
     if method is not None and method not in METHODS:
         raise OptionError(f"--method is {method!r}, want {', '.join(METHODS)}")
@@ -219,7 +247,7 @@ def parse_budget(text: str, option: str = "--tree-budget", auto: bool = True) ->
     """A budget, or "auto" where that is allowed."""
     if text == "auto" and auto:
         return text
-    if text.isdecimal() and 1 <= int(text) <= MAX_BUDGET:
+    if re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= MAX_BUDGET:
         return int(text)
     raise OptionError(f"{option} is {text!r}, want 1 to {MAX_BUDGET}{' or auto' if auto else ''}")
 
@@ -228,14 +256,30 @@ def read_prompt(prompt: str) -> str:
     """The prompt itself, or all of standard input for "-"; refuses an empty one."""
     name = "PROMPT"
     if prompt == "-":
-        name, raw = "standard input", sys.stdin.buffer.read()
-        try:
-            prompt = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not UTF-8 at byte {error.start}") from None
+        name = "standard input"
+        if sys.stdin is None:
+            raise OptionError(f"{name} is closed: give some text to continue")
+        prompt = utf8(name, sys.stdin.buffer.read())
     if not prompt:
         raise OptionError(f"{name} is empty: give some text to continue")
     return prompt
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuses text that UTF-8 cannot hold."""
+    try:
+        checks.text(name, text)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def utf8(name: str, raw: bytes) -> str:
+    """The text of a file's bytes; a message names the line that is not UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise OptionError(f"{name} is not UTF-8 at byte {error.start}, on line {line}") from None
 
 
 def check_checkpoint(name: str, folder: Path) -> None:

@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kdtree_engine import _core
+from kdtree_engine import _core, checks
+from kdtree_engine.checks import shown
 from kdtree_engine.outputs import RequestOutput, StreamChunk
 from kdtree_engine.outputs import Sequence as _Sequence
-from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig, integer
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
 from kdtree_engine.tokenizer import RANKS_FILE, Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -23,6 +25,13 @@ _CONFIG_KEYS = (
     "draft_temperature",
     "num_speculative_tokens",
 )
+# The compiled module's own limits, checked here too: it takes no number that overflows its types.
+ENGINE_LIMITS = {
+    "num_threads": (0, 1024),
+    "max_model_len": (0, 1 << 24),
+    "max_num_seqs": (1, 1024),
+    "prefill_chunk_size": (1, 4096),
+}
 
 
 def default_model() -> Path:
@@ -46,7 +55,8 @@ class LLM:
     `method` ("none", "dflash", "ddtree"; the default is "ddtree" when there is a drafter),
     `model` (the drafter's folder, by default `drafter` inside the model's), `tree_budget` (1 to 256
     or "auto"), `tree_topk`, `draft_temperature`, `num_speculative_tokens` (must be the drafter's
-    block size less one). The method changes the speed, never the tokens.
+    block size less one). The method changes the speed, never the tokens. `num_threads`: 0 for one
+    a core. `max_model_len`: most tokens of prompt and text, None or 0 for the model's own.
 
     Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
     supported, each naming the field. Not for use from several threads at once.
@@ -64,12 +74,21 @@ class LLM:
         prefill_chunk_size: int = 256,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.model = Path(model) if model is not None else default_model()
+        self.model = checks.path("model", default_model() if model is None else model)
         if not self.model.is_dir():
             raise ValueError(
                 f"model {str(self.model)!r} is not a folder: name a downloaded checkpoint folder"
             )
-        options = _checked_keys(speculative_config or {})
+        sizes = {
+            "num_threads": num_threads,
+            "max_model_len": 0 if max_model_len is None else max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "prefill_chunk_size": prefill_chunk_size,
+        }
+        sizes = {n: checks.integer(n, value, *ENGINE_LIMITS[n]) for n, value in sizes.items()}
+        if progress is not None and not callable(progress):
+            raise ValueError(f"progress is {shown(progress)}, want a function")
+        options = _checked_keys({} if speculative_config is None else speculative_config)
         drafter = find_drafter(self.model, options.get("model"))
         self.speculative = SpeculativeConfig.from_dict(options, "ddtree" if drafter else "none")
         if self.speculative.method == "none" and "model" not in options:
@@ -84,26 +103,23 @@ class LLM:
         self._engine = _core.Engine(
             str(self.model),
             str(drafter) if drafter else None,
-            device,
-            num_threads=num_threads,
-            max_model_len=max_model_len or 0,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk_size=prefill_chunk_size,
+            checks.word("device", device),
+            **sizes,
             progress=progress,
         )
         self.config: dict[str, Any] = self._engine.config()
         self._check_block(options.get("num_speculative_tokens"))
         self._running: dict[int, _Sequence] = {}
 
-    def _check_block(self, wanted: Any) -> None:
+    def _check_block(self, wanted: int | None) -> None:
         drafter = self.config["drafter"]
         if wanted is None:
             return
         have = drafter["block_size"] - 1 if drafter else 0
-        if isinstance(wanted, bool) or wanted != have:
+        if wanted != have:
             raise ValueError(
-                f"speculative_config: num_speculative_tokens is {wanted!r}, the drafter proposes "
-                f"{have} tokens a block"
+                f"speculative_config: num_speculative_tokens is {shown(wanted)}, the drafter "
+                f"proposes {have} tokens a block"
             )
 
     # ------------------------------------------------------------------ generation
@@ -125,20 +141,23 @@ class LLM:
         other requests of the call end too.
         """
         single = isinstance(prompts, str | Mapping)
-        listed: list[Any] = [prompts] if single else list(prompts)
+        items: list[Any] = [prompts] if single else checks.listed("prompts", prompts, "prompts")
         if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(listed):
+            if len(sampling_params) != len(items):
                 raise ValueError(
-                    f"sampling_params has {len(sampling_params)} entries for {len(listed)} prompts"
+                    f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts"
                 )
-            params = list(sampling_params)
+            params: list[Any] = list(sampling_params)
         else:
-            params = [sampling_params or SamplingParams()] * len(listed)
+            params = [sampling_params] * len(items)
         speculative = self._speculative_for(speculative_config)
         sequences: list[_Sequence] = []
         try:
-            for prompt, one in zip(listed, params, strict=True):
-                sequences.append(self._add(prompt, one, speculative, streamed=False))
+            for index, (prompt, one) in enumerate(zip(items, params, strict=True)):
+                try:
+                    sequences.append(self._add(prompt, one, speculative, streamed=False))
+                except ValueError as error:
+                    raise ValueError(str(error) if single else f"prompt {index}: {error}") from None
             console = Console(stderr=True)
             with Progress(console=console, disable=not (use_tqdm and console.is_terminal)) as bar:
                 task = bar.add_task("requests", total=len(sequences))
@@ -166,8 +185,7 @@ class LLM:
         came before them.
         """
         speculative = self._speculative_for(speculative_config)
-        params = sampling_params or SamplingParams()
-        return Stream(self, self._add(prompt, params, speculative, streamed=True))
+        return Stream(self, self._add(prompt, sampling_params, speculative, streamed=True))
 
     def chat(
         self,
@@ -179,11 +197,18 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of conversations."""
-        many = bool(messages) and isinstance(messages[0], Sequence)
-        conversations = list(messages) if many else [messages]
+        items = checks.listed("messages", messages, "messages")
+        many = bool(items) and isinstance(items[0], Sequence) and not isinstance(items[0], str)
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
+            raise ValueError(f"chat_template_kwargs is {shown(variables)}, want a dict of names")
+        for name in ("messages", "tools"):
+            if name in variables:
+                raise ValueError(
+                    f"chat_template_kwargs has {name}, which is an argument of its own"
+                )
         prompts = [
-            self.chat_prompt(c, tools=tools, **dict(chat_template_kwargs or {}))
-            for c in conversations
+            self.chat_prompt(c, tools=tools, **variables) for c in (items if many else [items])
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -203,16 +228,18 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine since it was loaded (see `_core.Engine.stats`)."""
-        return self._engine.stats()
+        return self._open_engine().stats()
 
     def logits(self, token_ids: Sequence[int]) -> Any:
         """float32 logits [n, vocab_size] after each of the n tokens."""
-        return self._engine.logits(token_ids)
+        ids = checks.integers("token_ids", token_ids, 0, self._last_id)
+        return self._open_engine().logits(ids)
 
     def close(self) -> None:
         """Ends what runs and gives the memory back; the object is of no use afterwards."""
-        self._release(list(self._running.values()))
-        del self._engine
+        if hasattr(self, "_engine"):
+            self._release(list(self._running.values()))
+            del self._engine
 
     def __enter__(self) -> "LLM":
         return self
@@ -221,6 +248,15 @@ class LLM:
         self.close()
 
     # ------------------------------------------------------------------ inside
+
+    def _open_engine(self) -> _core.Engine:
+        if not hasattr(self, "_engine"):
+            raise RuntimeError("the LLM is closed")
+        return self._engine
+
+    @property
+    def _last_id(self) -> int:
+        return int(self.config["model"]["vocab_size"]) - 1
 
     def _speculative_for(self, options: Mapping[str, Any] | None) -> SpeculativeConfig:
         if options is None:
@@ -239,10 +275,15 @@ class LLM:
     def _add(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         speculative: SpeculativeConfig,
         streamed: bool,
     ) -> _Sequence:
+        engine = self._open_engine()
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {shown(params)}, want SamplingParams")
+        # A copy: what was changed since it was made is checked, and may change later.
+        params = SamplingParams() if params is None else replace(params)
         text, ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop needs a tokenizer, and {self.model} has no {RANKS_FILE}")
@@ -250,14 +291,16 @@ class LLM:
         budget = speculative.tree_budget
         options = _core.RequestOptions(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=[self._token_id("stop_token_ids", i) for i in params.stop_token_ids],
+            stop_token_ids=checks.integers(
+                "stop_token_ids", params.stop_token_ids, 0, self._last_id
+            ),
             ignore_eos=params.ignore_eos,
             method=speculative.method,
             tree_budget=budget if isinstance(budget, int) else 0,
             tree_topk=speculative.tree_topk,
             draft_temperature=speculative.draft_temperature,
         )
-        request_id = self._engine.add_request(ids, options)
+        request_id = engine.add_request(ids, options)
         sequence = _Sequence(request_id, text, ids, params, speculative, self._tokenizer, streamed)
         self._running[request_id] = sequence
         return sequence
@@ -265,30 +308,23 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             tokenizer = self.get_tokenizer()
+            checks.text("prompt", prompt)
             ids = tokenizer.encode(prompt, add_bos=tokenizer.add_bos or not prompt)
             if not ids:
                 raise ValueError("prompt is empty: want at least one token")
             return prompt, ids
         if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
             raise ValueError(
-                f"prompt is {prompt!r}, want a string or {{'prompt_token_ids': [...]}}"
+                f"prompt is {shown(prompt)}, want a string or {{'prompt_token_ids': [...]}}"
             )
-        listed = list(prompt["prompt_token_ids"])
-        if not listed:
+        ids = checks.integers("prompt_token_ids", prompt["prompt_token_ids"], 0, self._last_id)
+        if not ids:
             raise ValueError("prompt_token_ids is empty: want at least one token")
-        return None, [self._token_id("prompt_token_ids", value) for value in listed]
-
-    def _token_id(self, name: str, value: Any) -> int:
-        """`value` as an id of the vocabulary."""
-        token_id = integer(name, value)
-        vocab_size = self.config["model"]["vocab_size"]
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name} holds {token_id}, want 0 to {vocab_size - 1}")
-        return token_id
+        return None, ids
 
     def _step(self) -> None:
         """One step of the engine; its outputs go to the requests they belong to."""
-        for step in self._engine.step():
+        for step in self._open_engine().step():
             sequence = self._running.get(step.request_id)
             if sequence is None:
                 continue
@@ -341,10 +377,17 @@ class Stream:
             self.close()
 
 
-def _checked_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_keys(options: Any) -> dict[str, Any]:
+    """`speculative_config` with known keys only; its values are checked where they are used."""
     if not isinstance(options, Mapping):
-        raise ValueError(f"speculative_config is {options!r}, want a dict")
+        raise ValueError(f"speculative_config is {shown(options)}, want a dict")
     for key in options:
         if key not in _CONFIG_KEYS:
-            raise ValueError(f"speculative_config: unknown key {key!r}, known are {_CONFIG_KEYS}")
-    return dict(options)
+            raise ValueError(
+                f"speculative_config: unknown key {shown(key)}, known are {_CONFIG_KEYS}"
+            )
+    checked = dict(options)
+    for key, check in (("model", checks.path), ("num_speculative_tokens", checks.integer)):
+        if key in checked:
+            checked[key] = check(f"speculative_config: {key}", checked[key])
+    return checked

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from numbers import Number
 from typing import Any
+
+from kdtree_engine.checks import integer, integers, listed, real, shown, text
 
 # Fields that only sampling or log-probabilities could honour: their only accepted values.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -59,43 +62,38 @@ class SamplingParams:
     max_completion_tokens: InitVar[int | None] = None
 
     def __post_init__(self, max_new_tokens: int | None, max_completion_tokens: int | None) -> None:
-        for name, alias in (
-            ("max_new_tokens", max_new_tokens),
-            ("max_completion_tokens", max_completion_tokens),
-        ):
-            if alias is None:
-                continue
-            if self.max_tokens not in (16, alias):
-                raise ValueError(
-                    f"{name} is {alias!r} and max_tokens {self.max_tokens!r}: give one"
-                )
-            self.max_tokens = alias
+        limits = {
+            "max_tokens": self.max_tokens,
+            "max_new_tokens": max_new_tokens,
+            "max_completion_tokens": max_completion_tokens,
+        }
+        given = {name: integer(name, v, 0) for name, v in limits.items() if v is not None}
+        if len(given) > 1 and given.get("max_tokens") == 16:
+            del given["max_tokens"]  # the default
+        if len(set(given.values())) > 1:
+            listing = " and ".join(f"{name} {shown(value)}" for name, value in given.items())
+            raise ValueError(f"{listing} differ: give one")
+        self.max_tokens = next(iter(given.values()), None)
         for name, neutral in _OFF.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not any(value == v for v in neutral):
+            # Other types, such as arrays, may not compare to one truth value.
+            plain = isinstance(value, Number | dict | list | tuple | type(None))
+            if isinstance(value, bool) or not plain or not any(value == v for v in neutral):
                 raise ValueError(
-                    f"{name} is {value!r}: this version decodes greedily and takes only "
+                    f"{name} is {shown(value)}: this version decodes greedily and takes only "
                     f"{' or '.join(repr(v) for v in neutral)}"
                 )
-        if self.max_tokens is not None:
-            self.max_tokens = integer("max_tokens", self.max_tokens)
-            if self.max_tokens < 0:
-                raise ValueError(f"max_tokens is {self.max_tokens}, want at least 0")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, want True or False")
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}, want strings that are not empty")
-        self.stop_token_ids = [integer("stop_token_ids", i) for i in self.stop_token_ids or ()]
-
-
-def integer(name: str, value: Any) -> int:
-    """`value` as an int; floats are refused, whole or not, as they hide mistakes."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} is {value!r}, want an integer")
-    return int(value.__index__())
+                raise ValueError(f"{name} is {shown(getattr(self, name))}, want True or False")
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = listed("stop", [] if self.stop is None else self.stop, "strings")
+        for index, string in enumerate(self.stop):
+            if not text(f"stop[{index}]", string):
+                raise ValueError(f"stop[{index}] is '', want strings that are not empty")
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.stop_token_ids = integers("stop_token_ids", ids, 0)
 
 
 @dataclass(frozen=True)
@@ -117,34 +115,34 @@ class SpeculativeConfig:
     def from_dict(cls, options: dict[str, Any], default_method: str) -> "SpeculativeConfig":
         """Checks names and values; ValueError names the key."""
         method = options.get("method", default_method)
-        if method not in METHODS:
-            raise ValueError(f"speculative_config: method is {method!r}, want one of {METHODS}")
+        if not isinstance(method, str) or method not in METHODS:
+            raise ValueError(
+                f"speculative_config: method is {shown(method)}, want one of {METHODS}"
+            )
         if method != "ddtree":
             for key in ("tree_budget", "tree_topk", "draft_temperature"):
                 if key in options:
                     raise ValueError(
-                        f"speculative_config: {key} is {options[key]!r}, method {method!r} builds "
-                        "no tree: leave it out or use 'ddtree'"
+                        f"speculative_config: {key} is {shown(options[key])}, method {method!r} "
+                        "builds no tree: leave it out or use 'ddtree'"
                     )
             return cls(method=method)
         budget = options.get("tree_budget", "auto")
-        if budget != "auto":
-            budget = integer("speculative_config: tree_budget", budget)
-            if not 1 <= budget <= MAX_BUDGET:
-                raise ValueError(
-                    f"speculative_config: tree_budget is {budget}, want 1 to {MAX_BUDGET} or 'auto'"
-                )
-        topk = integer("speculative_config: tree_topk", options.get("tree_topk", 0))
-        if not 0 <= topk <= MAX_BUDGET:
+        if not isinstance(budget, str) or budget != "auto":
+            try:
+                budget = integer("speculative_config: tree_budget", budget, 1, MAX_BUDGET)
+            except ValueError as error:
+                raise ValueError(f"{error} or 'auto'") from None
+        topk = integer("speculative_config: tree_topk", options.get("tree_topk", 0), 0, MAX_BUDGET)
+        if isinstance(budget, int) and topk > budget:
             raise ValueError(
-                f"speculative_config: tree_topk is {topk}, want 1 to {MAX_BUDGET}, or 0"
+                f"speculative_config: tree_topk is {topk}, more than tree_budget, {budget}: a tree "
+                "has no room for them"
             )
         heat = options.get("draft_temperature", 1.0)
-        if isinstance(heat, bool) or not isinstance(heat, int | float):
-            raise ValueError(f"speculative_config: draft_temperature is {heat!r}, want a number")
-        if not 1e-3 <= heat <= 1e3:
-            raise ValueError(f"speculative_config: draft_temperature is {heat}, want 0.001 to 1000")
-        return cls(method, budget, topk, float(heat))
+        return cls(
+            method, budget, topk, real("speculative_config: draft_temperature", heat, 1e-3, 1e3)
+        )
 
 
 METHODS = ("none", "dflash", "ddtree")

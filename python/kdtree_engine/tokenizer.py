@@ -8,7 +8,7 @@ import base64
 import binascii
 import codecs
 import json
-import operator
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
+
+from kdtree_engine import checks
+from kdtree_engine.checks import shown
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -40,7 +43,11 @@ _MAX_RUN_CHARS = 25_000
 _RUNS = re.compile(r"\S+|\s+")
 _DEFAULT_RESERVED = 256  # ids above the ranks when config.json does not say the vocabulary's size
 
+# A control token by its looks. Names in brackets, such as [INST], are plain text to some models.
+_CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>")
+
 RANKS_FILE = "tiktoken.model"
+SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 
@@ -52,11 +59,11 @@ class Tokenizer:
     Raises OSError for a missing rank file and ValueError naming file and line for a bad one.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = checks.path("folder", folder)
         ranks = _read_ranks(self.folder / RANKS_FILE)
         self._bytes = sorted(ranks, key=ranks.__getitem__)
-        settings = _read_object(self.folder / "tokenizer_config.json")
+        settings = _read_object(self.folder / SETTINGS_FILE)
         self.vocab_size = _vocab_size(self.folder / "config.json", len(ranks))
         self.special_tokens, kept = _special_tokens(self.folder, settings, len(ranks))
         for name, token_id in self.special_tokens.items():
@@ -84,9 +91,11 @@ class Tokenizer:
         self.chat_template = _read_text(template) if template.is_file() else None
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        """Ids of ordinary text; names of control tokens in it are text like any other."""
-        if not isinstance(text, str):
-            raise ValueError(f"text is {type(text).__name__}, want str")
+        """Ids of ordinary text; names of control tokens in it are text like any other.
+
+        Raises ValueError for text with lone surrogates, which has no UTF-8.
+        """
+        checks.text("text", text)
         ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         for chunk in _chunks(text):
             ids += self._encoding.encode_ordinary(chunk)
@@ -97,7 +106,8 @@ class Tokenizer:
 
         Raises ValueError for an id outside the vocabulary.
         """
-        raw = b"".join(self.token_bytes(i, skip_special_tokens) for i in token_ids)
+        ids = checks.listed("token_ids", token_ids, "integers")
+        raw = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
@@ -105,9 +115,11 @@ class Tokenizer:
 
         Tokens that the checkpoint lists as not special, such as Kimi's tool-call marks, are kept.
         """
-        index = operator.index(token_id)
+        index = checks.integer("token id", token_id)
         if not 0 <= index < self.vocab_size:
-            raise ValueError(f"token id {index} is out of range, vocab_size is {self.vocab_size}")
+            raise ValueError(
+                f"token id {shown(index)} is out of range, vocab_size is {self.vocab_size}"
+            )
         if index < len(self._bytes):
             return self._bytes[index]
         if skip_special_tokens and index not in self._kept:
@@ -116,7 +128,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token, named or reserved."""
-        return len(self._bytes) <= token_id < self.vocab_size
+        return len(self._bytes) <= checks.integer("token id", token_id) < self.vocab_size
 
     def apply_chat_template(
         self,
@@ -130,24 +142,43 @@ class Tokenizer:
 
         `messages` have "role" and "content". Control tokens come from the template alone: the same
         names inside messages, tools or variables stay text. Raises ValueError for a conversation
-        that the template refuses, and for a template that is missing or broken.
+        that the template refuses, for a template that is missing or broken, and for one with
+        control tokens that the tokenizer does not have.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise ValueError(f"messages is {messages!r}, want a list with at least one message")
+            raise ValueError(
+                f"messages is {shown(messages)}, want a list with at least one message"
+            )
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f"messages[{index}] is {message!r}, want a dict with a 'role'")
-        mark = f"\ue000{secrets.token_hex(8)}\ue001"
-        context = _marked(
-            {"messages": list(messages), "tools": tools, **variables}, self._name_starts(), mark
-        )
+                raise ValueError(
+                    f"messages[{index}] is {shown(message)}, want a dict with a 'role'"
+                )
+            content = message.get("content")
+            absent = content is None and message.get("tool_calls")
+            if not isinstance(content, str | list) and not absent:
+                raise ValueError(
+                    f"messages[{index}]: content is {shown(content)}, want a string or a list"
+                )
+        if not isinstance(add_generation_prompt, bool):
+            raise ValueError(
+                f"add_generation_prompt is {shown(add_generation_prompt)}, want True or False"
+            )
+        if tools is not None:
+            tools = checks.listed("tools", tools, "dicts")
+        mark, starts = f"\ue000{secrets.token_hex(8)}\ue001", self._name_starts()
+        given = {"messages": list(messages), "tools": tools, **variables}
+        try:
+            context = {name: _marked(name, v, starts, mark) for name, v in given.items()}
+        except RecursionError:
+            raise ValueError("messages, tools or variables are nested too deeply") from None
         context["add_generation_prompt"] = add_generation_prompt
         return self._encode_template(self._render(context), mark)
 
     def _name_starts(self) -> "re.Pattern[str]":
-        """First characters of the control tokens' names."""
-        starts = "".join(sorted({name[0] for name in self.special_tokens}))
-        return re.compile(f"[{re.escape(starts)}]" if starts else r"(?!)")
+        """First characters of the control tokens' names, and of what _CONTROL takes for one."""
+        starts = "".join(sorted({"<", *(name[0] for name in self.special_tokens)}))
+        return re.compile(f"[{re.escape(starts)}]")
 
     def _render(self, context: dict[str, Any]) -> str:
         import jinja2
@@ -169,15 +200,20 @@ class Tokenizer:
 
     def _encode_template(self, text: str, mark: str) -> list[int]:
         """Ids of rendered text; `mark` stands inside names that are not control tokens."""
+        source = str(self.folder / TEMPLATE_FILE)
+        checks.text(f"{source}: the text it gives", text)
         names = sorted(self.special_tokens, key=len, reverse=True)
-        if not names:
-            return self.encode(text.replace(mark, ""))
         ids: list[int] = []
-        for piece in re.split(f"({'|'.join(map(re.escape, names))})", text):
+        for piece in re.split(f"({'|'.join(map(re.escape, names)) or '(?!)'})", text):
             if piece in self.special_tokens:
                 ids.append(self.special_tokens[piece])
-            else:
-                ids += self.encode(piece.replace(mark, ""))
+                continue
+            if unknown := _CONTROL.search(piece):
+                raise ValueError(
+                    f"{source} uses {unknown[0]!r}, which is none of the tokenizer's control "
+                    f"tokens: is it the template of another model, or a {SETTINGS_FILE} missing?"
+                )
+            ids += self.encode(piece.replace(mark, ""))
         return ids
 
 
@@ -213,15 +249,25 @@ def _chunks(text: str) -> Iterator[str]:
         yield from (part[a:b] for a, b in pairwise(cuts))
 
 
-def _marked(value: Any, starts: "re.Pattern[str]", mark: str) -> Any:
-    """`value` with `mark` put behind each character that could start a control token's name."""
+def _marked(name: str, value: Any, starts: "re.Pattern[str]", mark: str) -> Any:
+    """`value` with `mark` put behind each character that could start a control token's name.
+
+    Takes what JSON can hold: other objects could become any text in a template.
+    """
     if isinstance(value, str):
-        return starts.sub(lambda match: match[0] + mark, value)
+        return starts.sub(lambda match: match[0] + mark, checks.text(name, value))
     if isinstance(value, Mapping):
-        return {key: _marked(item, starts, mark) for key, item in value.items()}
+        return {
+            _marked(f"{name}: key", key, starts, mark): _marked(
+                f"{name}[{shown(key)}]", item, starts, mark
+            )
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_marked(item, starts, mark) for item in value]
-    return value
+        return [_marked(f"{name}[{i}]", item, starts, mark) for i, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(f"{name} is {shown(value)}, want what JSON can hold")
 
 
 def _to_json(value: Any, indent: int | None = None, separators: Any = None, **_: Any) -> str:
@@ -250,6 +296,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deeply") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: want a JSON object, found {type(value).__name__}")
     return value
@@ -315,7 +363,7 @@ def _special_tokens(
 ) -> tuple[dict[str, int], set[str]]:
     """Named control tokens, and those of them that are not special (kept when text is shown)."""
     entries: list[tuple[Any, Any, bool]] = []
-    source = folder / "tokenizer_config.json"
+    source = folder / SETTINGS_FILE
     added = settings.get("added_tokens_decoder")
     if added is not None:
         if not isinstance(added, dict):
@@ -334,6 +382,7 @@ def _special_tokens(
     for name, token_id, special in entries:
         if not isinstance(name, str) or not name:
             raise ValueError(f"{source}: token {token_id} has content {name!r}, want a name")
+        checks.text(f"{source}: the name of token {token_id}", name)
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < num_ranks:
             raise ValueError(
                 f"{source}: token {name!r} has id {token_id!r}, want {num_ranks} or more, above "

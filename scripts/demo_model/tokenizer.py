@@ -13,23 +13,9 @@ from pathlib import Path
 
 import tiktoken
 
-from .config import NANO, SPECIAL_TOKENS, TargetConfig
+from kdtree_engine.tokenizer import SPLIT_PATTERN
 
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-SPLIT_PATTERN = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
+from .config import NANO, SPECIAL_TOKENS, TargetConfig
 
 CHAT_TEMPLATE = """\
 {%- if tools -%}

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,13 +67,13 @@ def test_generate_options_are_applied(scripted: Fake, run: Run) -> None:
 def test_generate_reads_standard_input(
     scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for raw, status in ((b"hello\n", 0), (b"\xff", 1)):
+    for raw, status in ((b"hello\n", 0), (b"a\nb\xff", 2)):
         (tmp_path / "in").write_bytes(raw)
         with open(tmp_path / "in") as file:
             monkeypatch.setattr(sys, "stdin", file)
             got, _, err = run("generate", "-")
         assert got == status
-    assert "kdtree: error: standard input is not UTF-8 at byte 0" in err
+    assert "kdtree: error: standard input is not UTF-8 at byte 3, on line 2" in err
 
 
 def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None:
@@ -97,6 +98,16 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
         (["--max-tokens", "-1"], "--max-tokens is -1"),
         (["--stop", ""], "--stop is empty"),
         (["--system", "x"], "--system needs --chat"),
+        (["-t", "99999999999"], "--num-threads is 99999999999, want 0 to 1024"),
+        (["-t", "-1"], "--num-threads is -1, want 0 to 1024"),
+        (["--max-model-len", str(2**70)], f"--max-model-len is {2**70}, want 0 to "),
+        (["--tree-budget", "8", "--tree-topk", "9"], "--tree-topk is 9, more than tree_budget, 8"),
+        (["--method", "none", "--draft-temperature", "1"], "--draft-temperature needs trees"),
+        (["--method", "dflash", "--tree-topk", "0"], "--tree-topk needs trees"),
+        (["--tree-budget", "1" * 5000], "want 1 to 256 or auto"),
+        (["--stop", "ab\udcff"], "--stop is not valid Unicode at character 2"),
+        (["--chat", "--system", "\udcff"], "--system is not valid Unicode at character 0"),
+        (["--model", "caf\udce9"], "--model is not valid Unicode at character 3"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -116,11 +127,11 @@ def test_options_that_the_engine_refuses_are_named(
     scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("num_threads is -1; want 0 to 256")
+        raise ValueError("device is 'tpu'; this build knows 'cpu'")
 
     monkeypatch.setattr(scripted, "__init__", refuse)
-    status, _, err = run("generate", "hello", "-t", "-1")
-    assert status == 2 and err == "kdtree: error: --num-threads is -1; want 0 to 256\n"
+    status, _, err = run("generate", "hello", "--device", "tpu")
+    assert status == 2 and err == "kdtree: error: --device is 'tpu'; this build knows 'cpu'\n"
 
 
 def test_an_empty_prompt_is_refused(
@@ -133,6 +144,30 @@ def test_an_empty_prompt_is_refused(
         monkeypatch.setattr(sys, "stdin", empty)
         status, _, err = run("generate", "-")
     assert status == 2 and "standard input is empty" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate"], ["tree"], ["inspect"], ["generate", "--method"]]
+)
+def test_arguments_that_are_not_utf8_are_named(
+    scripted: Fake, run: Run, arguments: list[str]
+) -> None:
+    status, out, err = run(*arguments, "x\udcff", *(["y"] if len(arguments) > 1 else []))
+    name = {"generate": "PROMPT", "tree": "PROMPT", "inspect": "PATH"}.get(
+        arguments[-1], "--method"
+    )
+    assert status == 2 and out == ""
+    assert err.startswith(
+        f"kdtree: error: {name} is not valid Unicode at character 1, in 'x\\udcff'"
+    )
+
+
+def test_chat_with_the_template_of_another_model(
+    scripted: Fake, run: Run, tokenizer_folder: Path
+) -> None:
+    (tokenizer_folder / "tokenizer_config.json").write_text("{}")
+    status, _, err = run("generate", "--chat", "hello")
+    assert status == 1 and "uses '<|im_user|>', which is none of the tokenizer's control" in err
 
 
 def test_logits_that_are_no_numbers_are_a_failure(scripted: Fake, run: Run) -> None:
@@ -255,13 +290,44 @@ def test_tree_budget_is_checked(scripted: Fake, run: Run) -> None:
 # ---------------------------------------------------------------- as a process
 
 
-def test_module_is_the_command() -> None:
+def command(*arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+    """The command as a process; `shell` is what the shell is told about its streams."""
     source = Path(cli.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "kdtree_engine", "inspect", "/no/such/file"],
+    line = shlex.join([sys.executable, "-m", "kdtree_engine", *arguments])
+    return subprocess.run(
+        ["sh", "-c", f"{line} {shell}"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(source)},
     )
+
+
+def test_module_is_the_command() -> None:
+    done = command("inspect", "/no/such/file")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "kdtree: error: No such file or directory: /no/such/file\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect", "FILE"]])
+def test_streams_that_are_closed_or_full(arguments: list[str]) -> None:
+    file = Path(__file__).parents[1] / "data" / "tree_wide.kdtr"
+    arguments = [str(file) if a == "FILE" else a for a in arguments]
+    done = command(*arguments, shell=">&-")
+    assert done.returncode == 1 and done.stderr == "kdtree: error: standard output is closed\n"
+    done = command(*arguments, shell=">/dev/full")
+    assert done.returncode == 1 and done.stderr == "kdtree: error: No space left on device\n"
+    done = command(*arguments, shell="<&- 2>&-")
+    assert done.returncode == 0 and done.stdout
+    done = command(*arguments, shell="| true")
+    assert done.stderr == ""
+
+
+def test_a_closed_standard_error_does_not_go_to_standard_output() -> None:
+    done = command("inspect", "/no/such/file", shell="2>&-")
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_a_closed_standard_input() -> None:
+    done = command("generate", "-", shell="<&-")
+    assert done.returncode == 2
+    assert done.stderr == "kdtree: error: standard input is closed: give some text to continue\n"

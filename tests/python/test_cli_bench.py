@@ -73,8 +73,12 @@ def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
         ("{}", "own.json holds no list of prompts: want a list of objects such as"),
         ('[{"name": "a", "kind": "b"}]', "own.json: prompt 0 has no text"),
         ('[{"text": "a"}, {"text": 3}]', "own.json: prompt 1 has no text"),
+        ('[{"text": "a"},\n{"text": "\udcff"}]', "own.json is not UTF-8 at byte 26, on line 2"),
+        (r'[{"text": "a\ud800"}]', "own.json: prompt 0: text is not valid Unicode at character 1"),
+        ("[" * 100_000, "own.json is not JSON (it is nested too deeply)"),
+        (f"[{'1' * 5000}]", "own.json is not JSON (Exceeds the limit"),
     ):
-        own.write_text(text)
+        own.write_text(text, "utf-8", "surrogateescape")
         status, _, err = run("bench", "--prompts", str(own))
         assert status == 2 and message in err
     own.write_text('[{"text": "a"}]')
@@ -85,6 +89,8 @@ def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--methods", "none,eagle"], "--methods has 'eagle'"),
+        (["--methods", ""], "--methods has ''"),
+        (["--methods", "none", "--budgets", "8"], "--budgets needs trees"),
         (["--budgets", "8,300"], "--budgets is '300', want 1 to 256 or auto"),
         (["--budgets", "8,,9"], "--budgets is '', want 1 to 256 or auto"),
     ],

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fake_core
@@ -58,12 +59,35 @@ def llm(fake_engine: Fake) -> LLM:
         ("stop", [3]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", [1.0]),
+        ("max_new_tokens", True),
+        ("max_completion_tokens", 1.0),
+        ("temperature", np.zeros(2)),
+        ("logit_bias", np.zeros(2)),
+        ("stop", 5),
+        ("stop", False),
+        ("stop", {"a": 1}),
+        ("stop", b"ab"),
+        ("stop", [None]),
+        ("stop", "a\udcff"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", False),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [None]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", np.array([[1]])),
+        ("stop_token_ids", np.array([True])),
     ],
 )
 def test_params_that_cannot_be_honoured_are_named(field: str, value: Any) -> None:
-    name = "max_tokens" if field == "max_new_tokens" else field
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"^{field}(\[\d\])? is "):
         SamplingParams(**{field: value})
+
+
+def test_numbers_too_long_to_show_are_named() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens is int \(too large to show\)"):
+        SamplingParams(max_tokens=-(10**5000))
+    assert SamplingParams(max_tokens=10**5000).max_tokens == 10**5000
 
 
 def test_neutral_params_are_taken() -> None:
@@ -82,6 +106,11 @@ def test_aliases_of_max_tokens(alias: str) -> None:
     assert SamplingParams(max_tokens=5, **{alias: 5}).max_tokens == 5
     with pytest.raises(ValueError, match=alias):
         SamplingParams(max_tokens=6, **{alias: 5})
+
+
+def test_two_aliases_must_agree() -> None:
+    with pytest.raises(ValueError, match="max_new_tokens 16 and max_completion_tokens 5 differ"):
+        SamplingParams(max_new_tokens=16, max_completion_tokens=5)
 
 
 # ---------------------------------------------------------------- speculative config
@@ -106,6 +135,26 @@ def test_aliases_of_max_tokens(alias: str) -> None:
         ({"method": "dflash", "draft_temperature": 2}, "method 'dflash' builds no tree"),
         ({"num_speculative_tokens": 16}, "num_speculative_tokens is 16, the drafter proposes 7"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
+        ({"num_speculative_tokens": 7.0}, r"num_speculative_tokens is 7\.0"),
+        ({"num_speculative_tokens": None}, "num_speculative_tokens is None"),
+        ({"tree_budget": None}, "tree_budget is None, want an integer or 'auto'"),
+        ({"tree_budget": True}, "tree_budget is True"),
+        ({"tree_budget": np.array([8, 9])}, r"tree_budget is array\(\[8, 9\]\)"),
+        ({"tree_budget": 10**5000}, "tree_budget is int .too large to show., want 1 to 256"),
+        ({"tree_topk": None}, "tree_topk is None"),
+        ({"tree_budget": 8, "tree_topk": 9}, "tree_topk is 9, more than tree_budget, 8"),
+        ({"draft_temperature": 10**400}, "draft_temperature is 1000.*, want 0.001 to 1000"),
+        ({"draft_temperature": None}, "draft_temperature is None"),
+        ({"draft_temperature": math.nan}, "draft_temperature is nan"),
+        ({"method": "none", "draft_temperature": 1.0}, "draft_temperature is 1.0, method 'none'"),
+        ({"method": ["none"]}, r"method is \['none'\]"),
+        ({"method": "ddtree\0x"}, r"method is 'ddtree\\x00x'"),
+        ({"model": None}, "model is None, want a path"),
+        ({"model": 5}, "model is 5, want a path"),
+        ({"model": "a\0b"}, "model is 'a.x00b': it holds a NUL"),
+        ({5: 1}, "unknown key 5"),
+        ([], r"speculative_config is \[\], want a dict"),
+        (0, "speculative_config is 0, want a dict"),
     ],
 )
 def test_bad_speculative_configs_are_named(
@@ -113,6 +162,24 @@ def test_bad_speculative_configs_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_model_len", [True, 1e30, 2**70, -1, "8", 10**5000, np.array([3])]),
+        ("num_threads", [None, False, 1.0, 2**31, 99999999999]),
+        ("max_num_seqs", [None, 0, True, 2**63]),
+        ("prefill_chunk_size", [None, 0, 4097, "x"]),
+        ("device", [None, 5, b"cpu", "cpu\0x", "\udcff"]),
+        ("model", [5, "", b"x", "a\0b", "\udcff"]),
+        ("progress", [5]),
+    ],
+)
+def test_bad_options_are_named(fake_engine: Fake, field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{field} is "):
+            LLM(**{field: value})
 
 
 def test_speculative_options_reach_the_engine(fake_engine: Fake) -> None:
@@ -184,10 +251,21 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
-        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids is 1\.5"),
-        ({"prompt_token_ids": [True]}, "prompt_token_ids is True"),
-        ({"prompt_token_ids": [0, 512]}, "prompt_token_ids holds 512, want 0 to 511"),
-        ({"prompt_token_ids": [-(2**70)]}, "prompt_token_ids holds -"),
+        ({"prompt_token_ids": [1.5]}, r"prompt 1: prompt_token_ids\[0\] is 1\.5"),
+        ({"prompt_token_ids": [True]}, r"prompt_token_ids\[0\] is True"),
+        ({"prompt_token_ids": [0, 512]}, r"prompt_token_ids\[1\] is 512, want 0 to 511"),
+        ({"prompt_token_ids": [-(2**70)]}, r"prompt_token_ids\[0\] is -"),
+        ({"prompt_token_ids": None}, "prompt_token_ids is None, want a list"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids is 5, want a list"),
+        ({"prompt_token_ids": {3: 4}}, r"prompt_token_ids is \{3: 4\}, want a list"),
+        ({"prompt_token_ids": {3, 4}}, r"prompt_token_ids is \{3, 4\}, want a list"),
+        ({"prompt_token_ids": "12"}, "prompt_token_ids is '12', want a list"),
+        ({"prompt_token_ids": b"ab"}, "prompt_token_ids is b'ab', want a list"),
+        ({"prompt_token_ids": [[1, 2]]}, r"prompt_token_ids\[0\] is \[1, 2\], want an integer"),
+        ({"prompt_token_ids": np.array([[1]])}, r"prompt_token_ids\[0\] is array\(\[1\]\)"),
+        ({"prompt_token_ids": np.array(3)}, r"prompt_token_ids is array\(3\), want a list"),
+        ({"prompt_token_ids": np.array([True])}, r"prompt_token_ids\[0\] is .*True"),
+        ("a\ud800", "prompt is not valid Unicode at character 1"),
         ({"prompt": "x"}, "want a string"),
         (3, "prompt is 3"),
         (None, "prompt is None"),
@@ -388,6 +466,57 @@ def test_chat(llm: LLM) -> None:
     assert len(both) == 2
     with pytest.raises(ValueError, match="messages"):
         llm.chat([])
+
+
+def test_chat_arguments_are_checked(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for wrong in (None, 5, "hello", {"role": "user"}):
+        with pytest.raises(ValueError, match="messages is"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+    for options, message in (
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs is 5"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),
+        ({"tools": 5}, "tools is 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat(messages, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"ab", {"a", "b"}])
+def test_prompts_must_be_a_list(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="prompts is "):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [5, "x", {"max_tokens": 3}, [None, 5], False])
+def test_sampling_params_must_be_of_their_class(llm: LLM, params: Any) -> None:
+    prompts = ["a", "b"] if isinstance(params, list) else ["a"]
+    with pytest.raises(ValueError, match="sampling_params is "):
+        llm.generate(prompts, params)
+    assert not llm._engine.active
+
+
+def test_params_changed_later_are_checked(llm: LLM) -> None:
+    params = SamplingParams()
+    params.temperature = 0.7
+    with pytest.raises(ValueError, match=r"temperature is 0\.7"):
+        llm.generate("x", params)
+
+
+def test_a_closed_llm_says_so(llm: LLM) -> None:
+    stream = llm.stream("hello")
+    llm.close()
+    llm.close()
+    assert list(stream) == []
+    for call in (
+        lambda: llm.generate("x"),
+        lambda: llm.stream("x"),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: llm.logits([1]),
+        lambda: llm.stats(),
+    ):
+        with pytest.raises(RuntimeError, match="the LLM is closed"):
+            call()
 
 
 def test_progress_and_context_manager(fake_engine: Fake) -> None:

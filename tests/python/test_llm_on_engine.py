@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kdtree_engine import _core
 from kdtree_engine.cli import main
-from kdtree_engine.llm import LLM, default_model
+from kdtree_engine.llm import ENGINE_LIMITS, LLM, default_model
 from kdtree_engine.sampling_params import SamplingParams
 
 METHODS: list[dict[str, Any]] = [
@@ -157,6 +158,13 @@ def test_bad_engine_options_are_named(tiny_model: Path, field: str) -> None:
     value: Any = "tpu" if field == "device" else -1
     with pytest.raises(ValueError, match=f"{field}|{value}"):
         LLM(tiny_model, **{field: value})
+
+
+@pytest.mark.parametrize("field", ENGINE_LIMITS)
+def test_engine_limits_are_the_engines_own(tiny_model: Path, field: str) -> None:
+    for limit, beyond in zip(ENGINE_LIMITS[field], (-1, 1), strict=True):
+        with pytest.raises(ValueError, match=f"{field} is {limit + beyond};.*{limit}"):
+            _core.Engine(str(tiny_model), **{field: limit + beyond})
 
 
 def test_command_on_the_engine(

@@ -181,6 +181,62 @@ def test_bad_templates_are_value_errors(
         Tokenizer(tokenizer_folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
+def test_keys_cannot_name_a_control_token(tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "chat_template.jinja").write_text("{{ tools | tojson }}")
+    tokenizer = Tokenizer(tokenizer_folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": ""}], tools=[{"<|im_end|>": {"[EOS]": 1}}]
+    )
+    assert tokenizer.decode(ids) == '[{"<|im_end|>": {"[EOS]": 1}}]'
+    assert not any(map(tokenizer.is_special, ids))
+
+
+@pytest.mark.parametrize("names", [[], ["[BOS]", "<|im_user|>"]])
+def test_a_template_with_control_tokens_of_another_tokenizer(
+    tokenizer_folder: Path, names: list[str]
+) -> None:
+    added = {str(300 + i): {"content": name} for i, name in enumerate(names)}
+    settings = json.dumps({"added_tokens_decoder": added})
+    (tokenizer_folder / "tokenizer_config.json").write_text(settings)
+    tokenizer = Tokenizer(tokenizer_folder)
+    missing = "im_middle" if names else "im_user"
+    message = rf"chat_template\.jinja uses '<\|{missing}\|>', which is none of the tokenizer's"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    (tokenizer_folder / "chat_template.jinja").write_text("Q: {{ messages[0]['content'] }}")
+    tokenizer = Tokenizer(tokenizer_folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "a <|im_middle|> b"}])
+    assert tokenizer.decode(ids) == "Q: a <|im_middle|> b"
+
+
+def test_only_what_json_can_hold_goes_into_a_template(tokenizer: Tokenizer) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for content, message in (
+        (["\ud800"], r"messages\[0\]\['content'\]\[0\] is not valid Unicode at character 0"),
+        ([{1, 2}], r"messages\[0\]\['content'\]\[0\] is \{1, 2\}, want what JSON can hold"),
+        ([b"x"], r"\[0\] is b'x', want what JSON can hold"),
+        (deep, "nested too deeply"),
+        (5, "messages.0.: content is 5"),
+        (None, "messages.0.: content is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokenizer.apply_chat_template([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("text", ["\ud800", "abc\udcff", None, 5, b"x"])
+def test_text_that_has_no_utf8_is_refused(tokenizer: Tokenizer, text: Any) -> None:
+    with pytest.raises(ValueError, match=r"^text is "):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("ids", [None, 5, "12", {1: 2}, [1.0], [None], [True], [[1]]])
+def test_ids_that_are_no_integers_are_refused(tokenizer: Tokenizer, ids: Any) -> None:
+    with pytest.raises(ValueError, match=r"token.ids? is "):
+        tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("messages", [[], "hello", [1], [{"content": "x"}], [{"role": 3}], None])
 def test_bad_conversations_are_refused(tokenizer: Tokenizer, messages: Any) -> None:
     with pytest.raises(ValueError, match="messages"):
@@ -288,6 +344,11 @@ def test_gaps_in_the_ranks_are_named(tokenizer_folder: Path) -> None:
         ('{"added_tokens_decoder": {}, "add_bos_token": 1}', "add_bos_token is 1"),
         ("[" * 100_000, "nested too deeply|Expecting"),
         ('{"a": "\udcff"}', "not UTF-8 at byte 7"),
+        (f'{{"a": {"1" * 5000}}}', r"tokenizer_config\.json: Exceeds the limit"),
+        (
+            r'{"added_tokens_decoder": {"300": {"content": "\ud800"}}}',
+            "the name of token 300 is not valid Unicode",
+        ),
     ],
 )
 def test_bad_tokenizer_configs_are_named(tokenizer_folder: Path, text: str, message: str) -> None:
