@@ -26,6 +26,11 @@ inline void check_i32(const char* op, const char* name, const Tensor& t,
   check_shape(op, name, t, DType::kInt32, shape);
 }
 
+// `width` >= 0 columns from `column` on, compared so that no sum of them can overflow.
+inline bool holds_columns(const Tensor& tensor, int64_t column, int64_t width) {
+  return column >= 0 && width <= tensor.dim(1) && column <= tensor.dim(1) - width;
+}
+
 inline void check_rope(const char* op, const RopeTable& rope, int64_t rotary_dim) {
   KDT_CHECK(rope.cos_sin.dtype() == DType::kFloat32 && rope.cos_sin.ndim() == 2 &&
                 rope.cos_sin.dim(1) == rotary_dim && rotary_dim % 2 == 0,
@@ -58,8 +63,8 @@ inline void check_embed(const Tensor& table, const Tensor& token_ids, const Tens
 
 inline void check_rms_norm(const RmsNormArgs& a) {
   const int64_t n = a.weight.numel();
-  KDT_CHECK(a.x.dtype() == DType::kFloat32 && a.x.ndim() == 2 && a.column >= 0 && n > 0 &&
-                a.column + n <= a.x.dim(1),
+  KDT_CHECK(a.x.dtype() == DType::kFloat32 && a.x.ndim() == 2 && n > 0 &&
+                detail::holds_columns(a.x, a.column, n),
             "rms_norm: weight has ", n, " values for columns from ", a.column, " of ",
             a.x.to_string());
   detail::check_f32("rms_norm", "weight", a.weight, {n});
@@ -70,6 +75,7 @@ inline void check_add_rms_norm(const Tensor& residual, const Tensor& delta, cons
                                const Tensor& out) {
   const int64_t n = weight.numel();
   const int64_t rows = out.dim(0);
+  KDT_CHECK(n > 0, "add_rms_norm: weight is ", weight.to_string());
   detail::check_f32("add_rms_norm", "weight", weight, {n});
   detail::check_f32("add_rms_norm", "out", out, {rows, n});
   detail::check_f32("add_rms_norm", "residual", residual, {rows, n});
@@ -92,8 +98,8 @@ inline void check_gather_rows(const Tensor& from, const Tensor& rows, const Tens
 inline void check_copy_columns(const Tensor& from, int64_t from_column, const Tensor& to,
                                int64_t to_column, int64_t width) {
   const auto holds = [&](const Tensor& t, int64_t column) {
-    return t.ndim() == 2 && t.dtype() == DType::kFloat32 && column >= 0 && width >= 0 &&
-           column + width <= t.dim(1);
+    return t.ndim() == 2 && t.dtype() == DType::kFloat32 && width >= 0 &&
+           detail::holds_columns(t, column, width);
   };
   KDT_CHECK(holds(from, from_column) && holds(to, to_column) && from.dim(0) == to.dim(0),
             "copy_columns: ", width, " columns from ", from_column, " of ", from.to_string(),
@@ -138,7 +144,7 @@ inline void check_mla_store(const MlaStoreArgs& a) {
   detail::check_f32("mla_store", "norm_weight", a.norm_weight, {rank});
   detail::check_rope("mla_store", a.rope, rope_dim);
   KDT_CHECK(
-      a.column >= 0 && a.column + rank + rope_dim <= a.kv.dim(1) && a.kv.dtype() == DType::kFloat32,
+      detail::holds_columns(a.kv, a.column, rank + rope_dim) && a.kv.dtype() == DType::kFloat32,
       "mla_store: columns from ", a.column, " of ", a.kv.to_string(), " do not hold ", rank, " + ",
       rope_dim);
   detail::check_i32("mla_store", "positions", a.positions, {a.kv.dim(0)});
@@ -146,8 +152,8 @@ inline void check_mla_store(const MlaStoreArgs& a) {
 }
 
 inline void check_mla_attention(const MlaAttentionArgs& a) {
-  KDT_CHECK(a.cache != nullptr && a.query.ndim() == 3 && a.out.ndim() == 3 && a.layer >= 0 &&
-                a.layer < a.cache->num_layers,
+  KDT_CHECK(a.cache != nullptr && a.query.ndim() == 3 && a.query.dim(1) > 0 && a.out.ndim() == 3 &&
+                a.layer >= 0 && a.layer < a.cache->num_layers,
             "mla_attention: query ", a.query.to_string(), ", out ", a.out.to_string(), ", layer ",
             a.layer);
   detail::check_f32("mla_attention", "query", a.query,
@@ -167,7 +173,8 @@ inline void check_gqa_store(const GqaStoreArgs& a) {
 }
 
 inline void check_gqa_attention(const GqaAttentionArgs& a) {
-  KDT_CHECK(a.cache != nullptr && a.q.ndim() == 3 && a.layer >= 0 && a.layer < a.cache->num_layers,
+  KDT_CHECK(a.cache != nullptr && a.q.ndim() == 3 && a.q.dim(1) > 0 && a.layer >= 0 &&
+                a.layer < a.cache->num_layers,
             "gqa_attention: q ", a.q.to_string(), ", layer ", a.layer);
   detail::check_f32("gqa_attention", "q_norm", a.q_norm, {a.q.dim(2)});
   detail::check_f32("gqa_attention", "q", a.q, {a.q.dim(0), a.q.dim(1), a.q.dim(2)});

@@ -2,11 +2,10 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <mutex>
 #include <optional>
 
 #include "bindings/array.h"
-#include "engine/engine.h"
+#include "bindings/shared_engine.h"
 #include "engine/inspect.h"
 
 namespace py = pybind11;
@@ -63,8 +62,8 @@ py::dict describe(const DraftConfig& c) {
   return d;
 }
 
-py::dict inspect(const std::string& folder) {
-  const CheckpointReport report = inspect_checkpoint(folder);
+py::dict inspect(py::handle folder) {
+  const CheckpointReport report = inspect_checkpoint(text("folder", folder));
   py::dict d = report.is_drafter ? describe(report.drafter) : describe(report.model);
   d["kind"] = report.is_drafter ? "drafter" : "target";
   d["num_tensors"] = report.num_tensors;
@@ -76,11 +75,13 @@ py::dict inspect(const std::string& folder) {
   return d;
 }
 
-py::dict measure(int num_threads, int64_t cache_bytes) {
+py::dict measure(py::handle num_threads, py::handle cache_bytes) {
+  const int threads = integer<int>("num_threads", num_threads);
+  const int64_t bytes = integer("cache_bytes", cache_bytes);
   CpuCeilings c;
   {
     const py::gil_scoped_release release;
-    c = measure_cpu(num_threads, cache_bytes);
+    c = measure_cpu(threads, bytes);
   }
   py::dict d;
   d["isa"] = c.isa;
@@ -92,41 +93,26 @@ py::dict measure(int num_threads, int64_t cache_bytes) {
   return d;
 }
 
-// An engine for Python, where any thread may call and a finaliser may run in any: one call at a
-// time, the GIL released while it waits and works.
-class SharedEngine {
- public:
-  explicit SharedEngine(const EngineOptions& options) : engine_(options) {}
-
-  template <typename Call>
-  auto use(const Call& call) {
-    const py::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
-    return call(engine_);
-  }
-
- private:
-  Engine engine_;
-  std::mutex mutex_;
-};
-
-std::unique_ptr<SharedEngine> make_engine(
-    const std::string& model, const std::optional<std::string>& drafter, const std::string& device,
-    int num_threads, int64_t max_model_len, int64_t max_num_seqs, int64_t prefill_chunk_size,
-    double latent_rms_norm_eps,
-    const std::optional<std::function<void(int64_t, int64_t)>>& progress) {
+std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, py::handle device,
+                                          py::handle num_threads, py::handle max_model_len,
+                                          py::handle max_num_seqs, py::handle prefill_chunk_size,
+                                          py::handle latent_rms_norm_eps,
+                                          const py::object& progress) {
   EngineOptions options;
-  options.model = model;
-  options.drafter = drafter.value_or("");
-  options.device = device;
-  options.num_threads = num_threads;
-  options.max_model_len = max_model_len;
-  options.max_num_seqs = max_num_seqs;
-  options.prefill_chunk_size = prefill_chunk_size;
-  options.latent_rms_norm_eps = latent_rms_norm_eps;
-  if (progress) {
+  options.model = text("model", model);
+  if (!drafter.is_none()) options.drafter = text("drafter", drafter);
+  options.device = text("device", device);
+  options.num_threads = integer<int>("num_threads", num_threads);
+  options.max_model_len = integer("max_model_len", max_model_len);
+  options.max_num_seqs = integer("max_num_seqs", max_num_seqs);
+  options.prefill_chunk_size = integer("prefill_chunk_size", prefill_chunk_size);
+  options.latent_rms_norm_eps = number("latent_rms_norm_eps", latent_rms_norm_eps);
+  if (!progress.is_none()) {
+    KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
+                       "; want a function or None");
     // Python hears of it a few hundred times at most, however many tensors there are.
-    options.progress = [call = *progress, told = int64_t{0}](int64_t done, int64_t total) mutable {
+    options.progress = [call = progress.cast<std::function<void(int64_t, int64_t)>>(),
+                        told = int64_t{0}](int64_t done, int64_t total) mutable {
       if (done < total && done - told < total / 256) return;
       told = done;
       const py::gil_scoped_acquire acquire;
@@ -137,34 +123,40 @@ std::unique_ptr<SharedEngine> make_engine(
   return std::make_unique<SharedEngine>(options);
 }
 
-py::dict stats(const Engine& engine) {
-  const py::gil_scoped_acquire acquire;
-  const EngineStats& s = engine.stats();
-  const BackendInfo info = engine.backend_info();
+py::dict stats(SharedEngine& shared) {
+  struct Counters {
+    EngineStats stats;
+    int64_t active, waiting, kv_tokens_free;
+    CostModel costs;
+  };
+  const Counters c = shared.look([](const Engine& e) {
+    return Counters{e.stats(), e.num_active(), e.num_waiting(), e.kv_tokens_free(), e.costs()};
+  });
+  const BackendInfo info = shared.loaded().backend_info();
   py::dict d;
-  d["target_forwards"] = s.target_forwards;
-  d["draft_forwards"] = s.draft_forwards;
-  d["generated_tokens"] = s.generated_tokens;
-  d["prefill_tokens"] = s.prefill_tokens;
-  d["prefill_ms"] = s.prefill_ms;
-  d["draft_ms"] = s.draft_ms;
-  d["build_ms"] = s.build_ms;
-  d["verify_ms"] = s.verify_ms;
-  d["commit_ms"] = s.commit_ms;
-  d["active_requests"] = engine.num_active();
-  d["waiting_requests"] = engine.num_waiting();
-  d["kv_tokens_free"] = engine.kv_tokens_free();
-  d["verify_cost"] = engine.costs().points();
-  d["draft_cost_ms"] = engine.costs().draft_ms();
-  d["model_bytes"] = engine.model_bytes();
+  d["target_forwards"] = c.stats.target_forwards;
+  d["draft_forwards"] = c.stats.draft_forwards;
+  d["generated_tokens"] = c.stats.generated_tokens;
+  d["prefill_tokens"] = c.stats.prefill_tokens;
+  d["prefill_ms"] = c.stats.prefill_ms;
+  d["draft_ms"] = c.stats.draft_ms;
+  d["build_ms"] = c.stats.build_ms;
+  d["verify_ms"] = c.stats.verify_ms;
+  d["commit_ms"] = c.stats.commit_ms;
+  d["active_requests"] = c.active;
+  d["waiting_requests"] = c.waiting;
+  d["kv_tokens_free"] = c.kv_tokens_free;
+  d["verify_cost"] = c.costs.points();
+  d["draft_cost_ms"] = c.costs.draft_ms();
+  d["model_bytes"] = shared.loaded().model_bytes();
   d["device"] = info.device;
   d["isa"] = info.isa;
   d["num_threads"] = info.num_threads;
   return d;
 }
 
-py::dict config(const Engine& engine) {
-  const py::gil_scoped_acquire acquire;
+py::dict config(const SharedEngine& shared) {
+  const Engine& engine = shared.loaded();
   py::dict d;
   d["model"] = describe(engine.model_config());
   if (engine.draft_config() != nullptr) {
@@ -174,6 +166,17 @@ py::dict config(const Engine& engine) {
   }
   d["max_model_len"] = engine.max_model_len();
   return d;
+}
+
+const RequestOptions& request_options(py::handle value) {
+  KDT_CHECK_ARGUMENT(py::isinstance<RequestOptions>(value), "options is ", shown(value),
+                     "; want RequestOptions");
+  return value.cast<const RequestOptions&>();
+}
+
+Array<float> rows_of(const SharedEngine& shared, const std::vector<float>& values) {
+  const auto vocab = static_cast<py::ssize_t>(shared.loaded().model_config().vocab_size);
+  return to_array(values, {static_cast<py::ssize_t>(values.size()) / vocab, vocab});
 }
 
 // What Python sees of a tree: the arrays and the accepted slots.
@@ -205,24 +208,34 @@ py::array_t<bool> visibility(const std::vector<int32_t>& parents) {
 }
 
 void register_engine(py::module_& module) {
-  py::class_<RequestOptions>(module, "RequestOptions")
-      .def(py::init([](int64_t max_tokens, std::vector<int64_t> stop_token_ids, bool ignore_eos,
-                       std::string method, int64_t tree_budget, int64_t tree_topk,
-                       double draft_temperature) {
-             return RequestOptions{
-                 max_tokens, std::move(stop_token_ids), ignore_eos, std::move(method), tree_budget,
-                 tree_topk,  draft_temperature};
-           }),
-           py::arg("max_tokens") = 16, py::arg("stop_token_ids") = std::vector<int64_t>(),
-           py::arg("ignore_eos") = false, py::arg("method") = "", py::arg("tree_budget") = 0,
-           py::arg("tree_topk") = 0, py::arg("draft_temperature") = 1.0)
-      .def_readwrite("max_tokens", &RequestOptions::max_tokens)
-      .def_readwrite("stop_token_ids", &RequestOptions::stop_token_ids)
-      .def_readwrite("ignore_eos", &RequestOptions::ignore_eos)
-      .def_readwrite("method", &RequestOptions::method)
-      .def_readwrite("tree_budget", &RequestOptions::tree_budget)
-      .def_readwrite("tree_topk", &RequestOptions::tree_topk)
-      .def_readwrite("draft_temperature", &RequestOptions::draft_temperature);
+  py::class_<RequestOptions> options(module, "RequestOptions");
+  const auto field = [&](const char* name, auto member, auto parse) {
+    options.def_property(
+        name, [member](const RequestOptions& o) { return o.*member; },
+        [=](RequestOptions& o, py::handle value) { o.*member = parse(name, value); });
+  };
+  field("max_tokens", &RequestOptions::max_tokens, integer<int64_t>);
+  field("stop_token_ids", &RequestOptions::stop_token_ids, integers);
+  field("ignore_eos", &RequestOptions::ignore_eos, boolean);
+  field("method", &RequestOptions::method, text);
+  field("tree_budget", &RequestOptions::tree_budget, integer<int64_t>);
+  field("tree_topk", &RequestOptions::tree_topk, integer<int64_t>);
+  field("draft_temperature", &RequestOptions::draft_temperature, number);
+  options.def(py::init([](py::handle max_tokens, py::handle stop_token_ids, py::handle ignore_eos,
+                          py::handle method, py::handle tree_budget, py::handle tree_topk,
+                          py::handle draft_temperature) {
+                return RequestOptions{
+                    .max_tokens = integer("max_tokens", max_tokens),
+                    .stop_token_ids = integers("stop_token_ids", stop_token_ids),
+                    .ignore_eos = boolean("ignore_eos", ignore_eos),
+                    .method = text("method", method),
+                    .tree_budget = integer("tree_budget", tree_budget),
+                    .tree_topk = integer("tree_topk", tree_topk),
+                    .draft_temperature = number("draft_temperature", draft_temperature)};
+              }),
+              py::arg("max_tokens") = 16, py::arg("stop_token_ids") = py::tuple(),
+              py::arg("ignore_eos") = false, py::arg("method") = "", py::arg("tree_budget") = 0,
+              py::arg("tree_topk") = 0, py::arg("draft_temperature") = 1.0);
 
   py::class_<VerifiedTree>(module, "Tree")
       .def_property_readonly("tokens", tree_array<&DraftTree::tokens>())
@@ -252,12 +265,6 @@ void register_engine(py::module_& module) {
       .def_readonly("verify_ms", &StepOutput::verify_ms)
       .def_readonly("commit_ms", &StepOutput::commit_ms);
 
-  using Ids = std::vector<int64_t>;
-  const auto rows_of = [](const Engine& engine, const std::vector<float>& values) {
-    const py::gil_scoped_acquire acquire;
-    const auto vocab = static_cast<py::ssize_t>(engine.model_config().vocab_size);
-    return to_array(values, {static_cast<py::ssize_t>(values.size()) / vocab, vocab});
-  };
   py::class_<SharedEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("model"), py::arg("drafter") = py::none(),
            py::arg("device") = "cpu", py::kw_only(), py::arg("num_threads") = 0,
@@ -266,49 +273,56 @@ void register_engine(py::module_& module) {
            py::arg("progress") = py::none())
       .def(
           "add_request",
-          [](SharedEngine& shared, const Ids& prompt, const RequestOptions& options) {
-            return shared.use([&](Engine& e) { return e.add_request(prompt, options); });
+          [](SharedEngine& shared, py::handle prompt, py::handle options) {
+            const std::vector<int64_t> ids = integers("prompt_token_ids", prompt);
+            const RequestOptions request = request_options(options);
+            return shared.use([&](Engine& e) { return e.add_request(ids, request); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
       .def("step",
            [](SharedEngine& shared) { return shared.use([](Engine& e) { return e.step(); }); })
       .def(
           "generate",
-          [](SharedEngine& shared, const Ids& prompt, const RequestOptions& options) {
+          [](SharedEngine& shared, py::handle prompt, py::handle options) {
+            const std::vector<int64_t> ids = integers("prompt_token_ids", prompt);
+            const RequestOptions request = request_options(options);
             const auto not_interrupted = [] {
               const py::gil_scoped_acquire acquire;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
             };
-            return shared.use(
-                [&](Engine& e) { return e.generate(prompt, options, not_interrupted); });
+            return shared.use([&](Engine& e) { return e.generate(ids, request, not_interrupted); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
       .def("has_unfinished",
            [](SharedEngine& shared) {
-             return shared.use([](Engine& e) { return e.has_unfinished(); });
+             return shared.look([](const Engine& e) { return e.has_unfinished(); });
            })
       .def(
           "abort",
-          [](SharedEngine& shared, int64_t id) {
-            return shared.use([&](Engine& e) { return e.abort(id); });
+          [](SharedEngine& shared, py::handle id) {
+            return shared.abort(integer("request_id", id));
           },
           py::arg("request_id"))
       .def(
           "logits",
-          [rows_of](SharedEngine& shared, const Ids& token_ids) {
-            return shared.use([&](Engine& e) { return rows_of(e, e.logits(token_ids)); });
+          [](SharedEngine& shared, py::handle token_ids) {
+            const std::vector<int64_t> ids = integers("token_ids", token_ids);
+            return rows_of(shared, shared.use([&](Engine& e) { return e.logits(ids); }));
           },
           py::arg("token_ids"))
       .def(
           "tree_logits",
-          [rows_of](SharedEngine& shared, const Ids& prefix, const Ids& tokens,
-                    const Ids& parents) {
-            return shared.use(
-                [&](Engine& e) { return rows_of(e, e.tree_logits(prefix, tokens, parents)); });
+          [](SharedEngine& shared, py::handle prefix, py::handle tokens, py::handle parents) {
+            const std::vector<int64_t> prefix_ids = integers("prefix_token_ids", prefix);
+            const std::vector<int64_t> token_ids = integers("tokens", tokens);
+            const std::vector<int64_t> links = integers("parents", parents);
+            return rows_of(shared, shared.use([&](Engine& e) {
+              return e.tree_logits(prefix_ids, token_ids, links);
+            }));
           },
           py::arg("prefix_token_ids"), py::arg("tokens"), py::arg("parents"))
-      .def("stats", [](SharedEngine& shared) { return shared.use(&stats); })
-      .def("config", [](SharedEngine& shared) { return shared.use(&config); });
+      .def("stats", &stats)
+      .def("config", &config);
 
   module.def("inspect_checkpoint", &inspect, py::arg("folder"));
   module.def("measure_cpu", &measure, py::arg("num_threads") = 0,

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = KDT_VERSION;
   kdt::register_engine(module);
   kdt::register_ops(module);
+  kdt::register_attention(module);
 }

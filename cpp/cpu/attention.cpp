@@ -292,7 +292,7 @@ void CpuBackend::gqa_store(const GqaStoreArgs& args) {
   check_positions("gqa_store", args.positions, args.rope);
   const auto& cache = static_cast<const CpuKvCache&>(*args.cache);
   const int64_t dim = args.k_norm.numel(), kv_heads = cache.num_groups;
-  KDT_CHECK(cache.key_dim == dim && args.column + 2 * kv_heads * dim <= args.kv.dim(1),
+  KDT_CHECK(cache.key_dim == dim && detail::holds_columns(args.kv, args.column, 2 * kv_heads * dim),
             "gqa_store: kv ", args.kv.to_string(), " from column ", args.column, " for ", kv_heads,
             " heads of ", cache.key_dim);
   const int64_t width = kv_heads * dim;

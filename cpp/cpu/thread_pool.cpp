@@ -1,5 +1,7 @@
 #include "cpu/thread_pool.h"
 
+#include <unistd.h>
+
 #include <system_error>
 #include <utility>
 
@@ -23,7 +25,8 @@ constexpr int kYields = 200;
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) : seats_(new Seat[num_threads < 1 ? 1 : num_threads]) {
+ThreadPool::ThreadPool(int num_threads)
+    : seats_(new Seat[num_threads < 1 ? 1 : num_threads]), process_(getpid()) {
   try {
     for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
   } catch (const std::system_error& error) {
@@ -37,6 +40,11 @@ ThreadPool::ThreadPool(int num_threads) : seats_(new Seat[num_threads < 1 ? 1 : 
 ThreadPool::~ThreadPool() { stop(); }
 
 void ThreadPool::stop() {
+  if (process_ != getpid()) {
+    // Threads of the process this one was forked from can be neither joined nor let go.
+    new std::vector<std::thread>(std::move(threads_));
+    return;
+  }
   stop_.store(true);
   job_.fetch_add(1);
   job_.notify_all();

@@ -1,6 +1,8 @@
 // Threads that share the tasks of one op at a time.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -13,7 +15,8 @@ namespace kdt::cpu {
 // The calling thread works too, so a pool of n has n - 1 threads. A decode step hands over more
 // than a hundred ops a millisecond, so a hand-over must cost little: a thread spins on one cache
 // line for a while before it sleeps, and tasks as few as the threads go to them without a shared
-// counter. A thread that is late holds nobody up: the caller takes its place.
+// counter. A thread that is late holds nobody up: the caller takes its place. A forked process has
+// none of the threads: it may destroy the pool, but not run anything on it.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);
@@ -66,6 +69,7 @@ class ThreadPool {
   std::exception_ptr error_;  // written by the thread that sets failed_
   std::unique_ptr<Seat[]> seats_;
   std::vector<std::thread> threads_;
+  pid_t process_;  // where they are
 };
 
 }  // namespace kdt::cpu

@@ -6,13 +6,6 @@
 #include "engine/engine.h"
 
 namespace kdt {
-namespace {
-
-// The widest tree that automatic choice considers: past it the drafter's probabilities are too
-// small to pay.
-constexpr int64_t kMaxAutoBudget = 64;
-
-}  // namespace
 
 void DraftTree::truncate(int64_t count) {
   for (auto* list : {&tokens, &parents, &depths, &first_child, &next_sibling}) list->resize(count);

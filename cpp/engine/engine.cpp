@@ -149,8 +149,10 @@ Method Engine::checked_method(const RequestOptions& o) const {
                      "draft_temperature is ", o.draft_temperature, "; want 0.001 to 1000");
   check_token_ids("stop_token_ids", o.stop_token_ids);
   if (o.method == "none" || (o.method.empty() && !draft_)) {
-    KDT_CHECK_ARGUMENT(o.tree_budget == 0 && o.tree_topk == 0, "method is 'none', but ",
-                       o.tree_budget != 0 ? "tree_budget" : "tree_topk", " is set");
+    KDT_CHECK_ARGUMENT(o.tree_budget == 0, "method is 'none', but tree_budget is ", o.tree_budget);
+    KDT_CHECK_ARGUMENT(o.tree_topk == 0, "method is 'none', but tree_topk is ", o.tree_topk);
+    KDT_CHECK_ARGUMENT(o.draft_temperature == 1, "method is 'none', but draft_temperature is ",
+                       o.draft_temperature);
     return Method::kPlain;
   }
   KDT_CHECK_ARGUMENT(o.method.empty() || o.method == "ddtree" || o.method == "dflash",
@@ -160,8 +162,19 @@ Method Engine::checked_method(const RequestOptions& o) const {
   if (o.method == "dflash") {
     KDT_CHECK_ARGUMENT(o.tree_topk <= 1, "method is 'dflash', a chain, but tree_topk is ",
                        o.tree_topk);
+    KDT_CHECK_ARGUMENT(o.draft_temperature == 1,
+                       "method is 'dflash', a chain of the likeliest tokens at any temperature, "
+                       "but draft_temperature is ",
+                       o.draft_temperature);
     return Method::kChain;
   }
+  // No depth has more candidates than the tree nodes, or the vocabulary tokens.
+  const int64_t budget = o.tree_budget == 0 ? kMaxAutoBudget : o.tree_budget;
+  KDT_CHECK_ARGUMENT(o.tree_topk <= budget, "tree_topk is ", o.tree_topk, "; want at most ",
+                     o.tree_budget == 0 ? "the largest automatic budget, " : "tree_budget, ",
+                     budget);
+  KDT_CHECK_ARGUMENT(o.tree_topk <= config_.vocab_size, "tree_topk is ", o.tree_topk,
+                     "; want at most vocab_size, ", config_.vocab_size);
   return Method::kTree;
 }
 

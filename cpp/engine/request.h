@@ -9,6 +9,10 @@ namespace kdt {
 
 enum class Method { kPlain, kChain, kTree };
 
+// The largest tree that automatic choice considers: past it the drafter's probabilities are too
+// small to pay.
+inline constexpr int64_t kMaxAutoBudget = 64;
+
 struct RequestOptions {
   int64_t max_tokens = 16;
   std::vector<int64_t> stop_token_ids;
@@ -18,9 +22,9 @@ struct RequestOptions {
   std::string method;
   // Most draft nodes below the root; 0: chosen each round (dflash: the whole block).
   int64_t tree_budget = 0;
-  // Candidates of a depth; 0: as many as the budget.
+  // Candidates of a depth, at most the budget; 0: as many as the budget.
   int64_t tree_topk = 0;
-  // Divides the drafter's logits: changes the tree, never the output.
+  // Divides the drafter's logits: changes the tree, never the output. 1 without a tree.
   double draft_temperature = 1.0;
 };
 

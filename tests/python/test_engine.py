@@ -104,7 +104,7 @@ def test_every_method_gives_the_tokens_of_plain_decoding(
 def test_options_of_the_tree_do_not_change_the_tokens(engine: Any) -> None:
     prompt = random_ids(engine, np.random.default_rng(8), 40)
     plain = generate(engine, prompt, max_tokens=60, method="none")
-    for topk, temperature in ((1, 1.0), (3, 0.5), (256, 2.0), (0, 0.001), (0, 1000.0)):
+    for topk, temperature in ((1, 1.0), (3, 0.5), (16, 2.0), (0, 0.001), (0, 1000.0)):
         got = generate(
             engine, prompt, max_tokens=60, tree_budget=16, tree_topk=topk,
             draft_temperature=temperature,
@@ -201,8 +201,13 @@ def test_generation_ends_exactly_at_the_context(folder: Path) -> None:
         ([1], {"tree_budget": -1}, "tree_budget is -1"),
         ([1], {"tree_topk": 257}, "tree_topk is 257"),
         ([1], {"method": "eagle"}, "method is 'eagle'"),
-        ([1], {"method": "none", "tree_budget": 4}, "tree_budget is set"),
+        ([1], {"method": "none", "tree_budget": 4}, "tree_budget is 4"),
+        ([1], {"method": "none", "tree_topk": 4}, "tree_topk is 4"),
+        ([1], {"method": "none", "draft_temperature": 0.5}, "draft_temperature is 0.5"),
         ([1], {"method": "dflash", "tree_topk": 2}, "tree_topk is 2"),
+        ([1], {"method": "dflash", "draft_temperature": 2.0}, "draft_temperature is 2"),
+        ([1], {"tree_budget": 8, "tree_topk": 9}, "tree_topk is 9; want at most tree_budget, 8"),
+        ([1], {"tree_topk": 65}, "tree_topk is 65; want at most .*, 64"),
         ([1], {"draft_temperature": 0.0}, "draft_temperature is 0"),
         ([1], {"draft_temperature": float("nan")}, "draft_temperature is nan"),
         ([1], {"stop_token_ids": [-5]}, r"stop_token_ids\[0\] is -5"),

@@ -24,7 +24,7 @@ CASES: list[dict[str, Any]] = [
     {"TOP_K": 8},
     {"EXPERTS": 33, "TOP_K": 7, "MOE_INTERMEDIATE": 96},
     {"LAYERS": 1, "TAPS": [0]},
-    {"TAPS": [2, 0, 1, 1]},
+    {"TAPS": [2, 0, 1]},
     {"BLOCK_SIZE": 2},
     {"BLOCK_SIZE": 33},
     {"DRAFT_HEADS": 3, "DRAFT_KV_HEADS": 1, "DRAFT_HEAD_DIM": 14},

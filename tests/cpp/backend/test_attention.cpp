@@ -416,6 +416,17 @@ KDT_TEST(sequences_that_do_not_fit_are_refused) {
   EXPECT_THROWS("block_size 48 is not a multiple of 32", b.make_mla_cache(1, 1, 48, 8, 8));
 }
 
+KDT_TEST(queries_without_heads_are_refused) {
+  Backend& b = backend();
+  const Rows rows(b, 0, {1}, {-1, 0});
+  MlaCache mla(b, 8, 8, 4, 32);
+  EXPECT_THROWS("mla_attention: query f32[2, 0, 16]", mla.attend({}, 0, rows));
+  GqaCache gqa(b, 2, 8, 4, 32);
+  EXPECT_THROWS("gqa_attention: q f32[2, 0, 8]", gqa.attend({}, 0, rows, 1.0f, true, 0));
+  EXPECT_THROWS("gqa_attention: q f32[2, 3, 8] for 2 key-value heads",
+                gqa.attend(Floats(48, 1.0f), 3, rows, 1.0f, true, 0));
+}
+
 }  // namespace
 }  // namespace kdt::test
 

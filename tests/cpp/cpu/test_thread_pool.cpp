@@ -1,6 +1,10 @@
 // The pool: every task once, whatever the numbers of tasks and threads.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -130,6 +134,22 @@ KDT_TEST(a_pool_ends_while_idle_or_unused) {
   }
   ThreadPool none(0);
   EXPECT_EQ(none.num_threads(), 1);
+}
+
+KDT_TEST(a_forked_process_may_destroy_a_pool) {
+  auto pool = std::make_unique<ThreadPool>(3);
+  pool->run(8, [](int64_t, int) {});
+  const pid_t child = fork();
+  if (child == 0) {
+    pool.reset();
+    _exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  std::atomic<int64_t> sum{0};
+  pool->run(8, [&](int64_t task, int) { sum += task; });
+  EXPECT_EQ(sum.load(), 28);
 }
 
 }  // namespace
