@@ -2,21 +2,58 @@
 #include <thread>
 
 #include "backend/backend.h"
+#ifdef KDT_WITH_CUDA
+#include "device.h"
+#endif
 
 namespace kdt {
 
 namespace cpu {
 std::unique_ptr<Backend> make_cpu_backend(int num_threads);
 }
+namespace cuda {
+std::unique_ptr<Backend> make_cuda_backend(int device);
+}
+
+namespace {
+
+// The number behind "cuda:", 0 for "cuda", -1 for anything else.
+int cuda_device(const std::string& device) {
+  if (device == "cuda") return 0;
+  if (device.rfind("cuda:", 0) != 0 || device.size() < 6 || device.size() > 8) return -1;
+  int number = 0;
+  for (size_t i = 5; i < device.size(); ++i) {
+    if (device[i] < '0' || device[i] > '9') return -1;
+    number = number * 10 + (device[i] - '0');
+  }
+  return number;
+}
+
+}  // namespace
 
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads) {
   KDT_CHECK_ARGUMENT(num_threads >= 0 && num_threads <= 1024, "num_threads is ", num_threads,
                      "; want 0 to 1024");
+  if (device == "auto") {
+#ifdef KDT_WITH_CUDA
+    if (cuda::device_count() > 0) return cuda::make_cuda_backend(0);
+#endif
+    return make_backend("cpu", num_threads);
+  }
   if (device == "cpu") {
     const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     return cpu::make_cpu_backend(num_threads == 0 ? cores : num_threads);
   }
-  throw std::invalid_argument(join("device is '", device, "'; this build knows 'cpu'"));
+  const int number = cuda_device(device);
+  KDT_CHECK_ARGUMENT(number >= 0, "device is '", device,
+                     "'; want 'cpu', 'cuda', 'cuda:N' or 'auto'");
+#ifdef KDT_WITH_CUDA
+  return cuda::make_cuda_backend(number);
+#else
+  throw Error(join("device is '", device,
+                   "', but this build has no CUDA back end: install with KDT_CUDA=ON (it needs a "
+                   "CUDA compiler)"));
+#endif
 }
 
 }  // namespace kdt

@@ -39,7 +39,8 @@ if(NOT KDT_CUDA STREQUAL "OFF")
     kdt_use_pip_cuda()
     # Read when a target is created, so it is set before the language.
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES "80-real;90a-real;120a-real")
+      # Machine code for these, and PTX for chips that are none of them.
+      set(CMAKE_CUDA_ARCHITECTURES "80;90a-real;120a-real")
     endif()
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
     include(CheckLanguage)

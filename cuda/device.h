@@ -1,0 +1,18 @@
+// The devices of this machine.
+#pragma once
+
+#include <string>
+
+namespace kdt::cuda {
+
+// GPUs this process may use; 0 without one, without a driver, or with one too old for the runtime.
+int device_count();
+
+// Why there is none, in words for the user; "" when there is one.
+std::string why_no_device();
+
+// Makes `device` current. Throws std::invalid_argument when it does not exist and Error when this
+// build has no code for it.
+void use_device(int device);
+
+}  // namespace kdt::cuda

@@ -1,0 +1,53 @@
+// Starting a kernel. A kernel takes one struct of parameters and uses dynamic shared memory only,
+// so that its size is checked here and the emulator of tests/emulator can provide it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "ceil_div.h"
+#include "core/error.h"
+#include "cuda_check.h"
+
+namespace kdt::cuda {
+
+// What a block may use on every supported chip: sm_120 has 99 KiB.
+inline constexpr int64_t kMaxSharedBytes = 101376;
+
+#ifndef KDT_EMULATOR
+namespace detail {
+// More than 48 KiB must be asked for, once a kernel and device.
+template <auto kKernel>
+void allow_shared_memory(int64_t bytes) {
+  static std::atomic<int64_t> allowed[64];
+  int device = 0;
+  KDT_CUDA_CHECK(cudaGetDevice(&device));
+  std::atomic<int64_t>& mine = allowed[device & 63];
+  if (bytes <= mine.load()) return;
+  KDT_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(bytes)));
+  mine.store(bytes);
+}
+}  // namespace detail
+#endif
+
+// Nothing is started for an empty grid.
+template <auto kKernel, typename Params>
+void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t stream,
+            const Params& params) {
+  KDT_CHECK(shared_bytes <= kMaxSharedBytes, "cuda: a block of ", shared_bytes,
+            " bytes of shared memory, at most ", kMaxSharedBytes);
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+#ifdef KDT_EMULATOR
+  static_cast<void>(stream);
+  emulator::launch(grid, num_threads, shared_bytes, [&] { kKernel(params); });
+#else
+  if (shared_bytes > 48 * 1024) detail::allow_shared_memory<kKernel>(shared_bytes);
+  kKernel<<<grid, num_threads, shared_bytes, stream>>>(params);
+  KDT_CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+}  // namespace kdt::cuda

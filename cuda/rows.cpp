@@ -1,0 +1,93 @@
+// Ops that work on each row alone.
+#include "kernels/rows.h"
+
+#include "backend/checks.h"
+#include "cuda_backend.h"
+
+namespace kdt::cuda {
+
+void CudaBackend::embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
+  check_embed(table, token_ids, out);
+  launch_embed({.table = table.raw(),
+                .token_ids = token_ids.data<int32_t>(),
+                .out = out.data<float>(),
+                .fault = device_fault_,
+                .num_rows = token_ids.numel(),
+                .vocab_size = table.dim(0),
+                .hidden_size = table.dim(1),
+                .is_bf16 = table.dtype() == DType::kBFloat16},
+               stream_);
+}
+
+void CudaBackend::rms_norm(const RmsNormArgs& args) {
+  check_rms_norm(args);
+  launch_rms_norm({.x = args.x.data<float>() + args.column,
+                   .residual = nullptr,
+                   .delta = nullptr,
+                   .weight = args.weight.data<float>(),
+                   .out = args.out.data<float>(),
+                   .num_rows = args.x.dim(0),
+                   .n = args.weight.numel(),
+                   .x_stride = args.x.dim(1),
+                   .eps = args.eps},
+                  stream_);
+}
+
+void CudaBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
+                               float eps, const Tensor& out) {
+  check_add_rms_norm(residual, delta, weight, out);
+  launch_rms_norm({.x = nullptr,
+                   .residual = residual.data<float>(),
+                   .delta = delta.data<float>(),
+                   .weight = weight.data<float>(),
+                   .out = out.data<float>(),
+                   .num_rows = out.dim(0),
+                   .n = weight.numel(),
+                   .x_stride = 0,
+                   .eps = eps},
+                  stream_);
+}
+
+void CudaBackend::silu_mul(const Tensor& gate_up, const Tensor& out) {
+  check_silu_mul(gate_up, out);
+  launch_silu_mul({.gate_up = gate_up.data<float>(),
+                   .out = out.data<float>(),
+                   .num_rows = out.dim(0),
+                   .n = out.dim(1)},
+                  stream_);
+}
+
+void CudaBackend::fill_zero(const Tensor& x) {
+  if (x.bytes() > 0) KDT_CUDA_CHECK(cudaMemsetAsync(x.raw(), 0, x.bytes(), stream_));
+}
+
+void CudaBackend::gather_rows(const Tensor& from, const Tensor& rows, const Tensor& to) {
+  check_gather_rows(from, rows, to);
+  launch_copy_rows({.from = from.data<float>(),
+                    .rows = rows.data<int32_t>(),
+                    .to = to.data<float>(),
+                    .fault = device_fault_,
+                    .num_rows = rows.numel(),
+                    .num_from = from.dim(0),
+                    .from_stride = from.dim(1),
+                    .to_stride = from.dim(1),
+                    .width = from.dim(1)},
+                   stream_);
+}
+
+void CudaBackend::copy_columns(const Tensor& from, int64_t from_column, const Tensor& to,
+                               int64_t to_column, int64_t width) {
+  check_copy_columns(from, from_column, to, to_column, width);
+  launch_copy_rows({.from = from.data<float>() + from_column,
+                    .rows = nullptr,
+                    .to = to.data<float>() + to_column,
+                    .fault = device_fault_,
+                    .num_rows = from.dim(0),
+                    .num_from = from.dim(0),
+                    .from_stride = from.dim(1),
+                    .to_stride = to.dim(1),
+                    .width = width},
+                   stream_);
+}
+
+}  // namespace kdt::cuda

@@ -1,0 +1,248 @@
+// What the kernels and the back end use of the CUDA runtime, on the host. Copies and kernels are
+// done when the call returns; fresh device memory is filled with NaN.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
+
+#include "emulator.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// ---------------------------------------------------------------- builtins of device code
+
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+using std::max;
+using std::min;
+
+inline void __syncthreads() { emulator::sync_block(); }
+inline void __syncwarp(unsigned = 0xFFFFFFFFu) {
+  uint32_t nothing = 0;
+  emulator::meet_warp("__syncwarp", &nothing, 1, &nothing, 0,
+                      [](const emulator::Table&, emulator::Table&) {});
+}
+inline void __threadfence() {}
+
+namespace emulator {
+template <typename T, typename Source>
+T shuffle(const char* name, T value, const Source& source) {
+  static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  uint32_t words[2] = {};
+  std::memcpy(words, &value, sizeof(T));
+  meet_warp(name, words, 2, words, 2, [&](const Table& in, Table& out) {
+    for (int l = 0; l < 32; ++l) {
+      const int from = source(l);
+      std::memcpy(out[l], in[from >= 0 && from < 32 ? from : l], 8);
+    }
+  });
+  std::memcpy(&value, words, sizeof(T));
+  return value;
+}
+// A word of each lane combined into one for all.
+template <typename Combine>
+uint32_t vote(const char* name, bool predicate, const Combine& combine) {
+  uint32_t word = predicate;
+  meet_warp(name, &word, 1, &word, 1, [&](const Table& in, Table& out) {
+    uint32_t ballot = 0;
+    for (int l = 0; l < 32; ++l) ballot |= (in[l][0] & 1u) << l;
+    for (int l = 0; l < 32; ++l) out[l][0] = combine(ballot);
+  });
+  return word;
+}
+}  // namespace emulator
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  // Each lane names its own source.
+  uint32_t words[3] = {0, 0, static_cast<uint32_t>(from)};
+  std::memcpy(words, &value, sizeof(T));
+  emulator::meet_warp("__shfl_sync", words, 3, words, 2,
+                      [](const emulator::Table& in, emulator::Table& out) {
+                        for (int l = 0; l < 32; ++l) std::memcpy(out[l], in[in[l][2] % 32], 8);
+                      });
+  std::memcpy(&value, words, sizeof(T));
+  return value;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulator::shuffle("__shfl_xor_sync", value, [=](int l) { return l ^ mask; });
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  return emulator::shuffle("__shfl_down_sync", value, [=](int l) { return l + by; });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  return emulator::shuffle("__shfl_up_sync", value, [=](int l) { return l - by; });
+}
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+  return emulator::vote("__ballot_sync", predicate, [](uint32_t ballot) { return ballot; });
+}
+inline int __any_sync(unsigned, bool predicate) {
+  return static_cast<int>(
+      emulator::vote("__any_sync", predicate, [](uint32_t ballot) { return ballot != 0; }));
+}
+inline int __all_sync(unsigned, bool predicate) {
+  return static_cast<int>(
+      emulator::vote("__all_sync", predicate, [](uint32_t b) { return b == 0xFFFFFFFFu; }));
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
+inline float __int_as_float(int x) { return __uint_as_float(static_cast<uint32_t>(x)); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T atomicAdd(T* at, T value) {
+  const T old = *at;
+  *at = old + value;
+  return old;
+}
+template <typename T>
+T atomicMax(T* at, T value) {
+  const T old = *at;
+  *at = std::max(old, value);
+  return old;
+}
+
+// ---------------------------------------------------------------- the runtime
+
+using cudaError_t = int;
+inline constexpr cudaError_t cudaSuccess = 0;
+inline constexpr cudaError_t cudaErrorMemoryAllocation = 2;
+using cudaStream_t = void*;
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+struct cudaDeviceProp {
+  char name[256] = "emulated GPU";
+  int major = 9, minor = 0;
+  int multiProcessorCount = 4;
+};
+inline constexpr unsigned cudaHostAllocMapped = 2;
+inline constexpr unsigned cudaStreamNonBlocking = 1;
+
+inline const char* cudaGetErrorString(cudaError_t) { return "emulated error"; }
+inline const char* cudaGetErrorName(cudaError_t) { return "emulated"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = cudaDeviceProp();
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+// The size is not rounded up, so that the address sanitizer sees the array's own end.
+inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  if (posix_memalign(pointer, 256, bytes) != 0) return cudaErrorMemoryAllocation;
+  std::memset(*pointer, 0xFF, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* pointer) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+  return cudaMalloc(pointer, bytes);
+}
+inline cudaError_t cudaFreeHost(void* pointer) { return cudaFree(pointer); }
+inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  *free_bytes = *total_bytes = size_t{1} << 30;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
+  std::memset(at, value, bytes);
+  return cudaSuccess;
+}

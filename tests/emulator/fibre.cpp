@@ -1,0 +1,135 @@
+#include "fibre.h"
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+
+}  // namespace
+
+#if defined(__x86_64__)
+// Saves what a function must preserve on the present stack, leaves its pointer in *save and
+// continues on the stack `load`.
+extern "C" void kdt_switch_stack(void** save, void* load);
+asm(R"(
+.text
+.globl kdt_switch_stack
+.type kdt_switch_stack, @function
+kdt_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size kdt_switch_stack, .-kdt_switch_stack
+)");
+#endif
+
+struct Fibre::State {
+  std::vector<char> stack = std::vector<char>(kStackBytes);
+  void (*entry)() = nullptr;
+#if defined(__x86_64__)
+  void* inside = nullptr;
+  void* outside = nullptr;
+#else
+  ucontext_t inside, outside;
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  void* inside_fake = nullptr;
+  void* outside_fake = nullptr;
+  const void* outside_stack = nullptr;
+  size_t outside_bytes = 0;
+#endif
+
+  static thread_local State* starting;
+
+  static void start() {
+    State* state = starting;
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &state->outside_stack, &state->outside_bytes);
+#endif
+    state->entry();
+    state->to_outside(true);
+  }
+
+  void to_outside(bool for_good) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &inside_fake, outside_stack, outside_bytes);
+#else
+    static_cast<void>(for_good);
+#endif
+#if defined(__x86_64__)
+    kdt_switch_stack(&inside, outside);
+#else
+    swapcontext(&inside, &outside);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(inside_fake, &outside_stack, &outside_bytes);
+#endif
+  }
+};
+
+thread_local Fibre::State* Fibre::State::starting = nullptr;
+
+Fibre::Fibre() : state_(std::make_unique<State>()) {}
+Fibre::~Fibre() = default;
+
+void Fibre::prepare(void (*entry)()) {
+  State& s = *state_;
+  s.entry = entry;
+#if defined(__x86_64__)
+  // A frame as kdt_switch_stack leaves one: six registers and the address to return to. The stack
+  // is a multiple of 16, less 8, when a function begins.
+  auto top = reinterpret_cast<uintptr_t>(s.stack.data() + s.stack.size()) & ~uintptr_t{15};
+  auto* frame = reinterpret_cast<void**>(top) - 8;
+  for (int i = 0; i < 6; ++i) frame[i] = nullptr;
+  frame[6] = reinterpret_cast<void*>(&State::start);
+  frame[7] = nullptr;
+  s.inside = frame;
+#else
+  getcontext(&s.inside);
+  s.inside.uc_stack.ss_sp = s.stack.data();
+  s.inside.uc_stack.ss_size = s.stack.size();
+  s.inside.uc_link = nullptr;
+  makecontext(&s.inside, &State::start, 0);
+#endif
+}
+
+void Fibre::enter() {
+  State& s = *state_;
+  State::starting = &s;
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&s.outside_fake, s.stack.data(), s.stack.size());
+#endif
+#if defined(__x86_64__)
+  kdt_switch_stack(&s.outside, s.inside);
+#else
+  swapcontext(&s.outside, &s.inside);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(s.outside_fake, nullptr, nullptr);
+#endif
+}
+
+void Fibre::leave() { state_->to_outside(false); }
+
+}  // namespace emulator

@@ -1,0 +1,102 @@
+// The primitives of cuda/primitives.cuh for the emulator.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "emulator.h"
+
+namespace kdt::cuda {
+
+inline unsigned char* shared_memory() { return emulator::shared_memory(); }
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_offset(pointer); }
+
+inline void cp_async_16(uint32_t to, const void* from, bool valid = true) {
+  emulator::copy_async(to, from, valid);
+}
+inline void cp_async_commit() { emulator::commit_async(); }
+template <int kPending>
+void cp_async_wait() {
+  emulator::wait_async(kPending);
+}
+
+namespace detail {
+
+template <bool kTransposed>
+void ldmatrix(uint32_t (&r)[4], uint32_t row) {
+  emulator::meet_warp(kTransposed ? "ldmatrix_x4_trans" : "ldmatrix_x4", &row, 1, r, 4,
+                      [](const emulator::Table& in, emulator::Table& out) {
+                        for (int m = 0; m < 4; ++m) {
+                          uint16_t matrix[8][8];
+                          for (int i = 0; i < 8; ++i)
+                            std::memcpy(matrix[i], emulator::shared_at(in[m * 8 + i][0], 16, 16),
+                                        16);
+                          for (int l = 0; l < 32; ++l) {
+                            const int a = l / 4, b = l % 4 * 2;
+                            const uint16_t low = kTransposed ? matrix[b][a] : matrix[a][b];
+                            const uint16_t high = kTransposed ? matrix[b + 1][a] : matrix[a][b + 1];
+                            out[l][m] = low | static_cast<uint32_t>(high) << 16;
+                          }
+                        }
+                      });
+}
+
+inline float half_of(uint32_t pair, int i) {
+  return bf16_to_float(static_cast<uint16_t>(i == 0 ? pair : pair >> 16));
+}
+
+}  // namespace detail
+
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { detail::ldmatrix<false>(r, row); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { detail::ldmatrix<true>(r, row); }
+
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1}, out[4];
+  std::memcpy(in + 6, c, sizeof(c));
+  emulator::meet_warp("mma_bf16", in, 10, out, 4,
+                      [](const emulator::Table& lanes, emulator::Table& result) {
+                        float a_matrix[16][16], b_matrix[16][8];
+                        for (int l = 0; l < 32; ++l) {
+                          const int g = l / 4, t = l % 4;
+                          for (int i = 0; i < 2; ++i) {
+                            for (int part = 0; part < 4; ++part)
+                              a_matrix[g + part % 2 * 8][2 * t + i + part / 2 * 8] =
+                                  detail::half_of(lanes[l][part], i);
+                            b_matrix[2 * t + i][g] = detail::half_of(lanes[l][4], i);
+                            b_matrix[2 * t + i + 8][g] = detail::half_of(lanes[l][5], i);
+                          }
+                        }
+                        for (int l = 0; l < 32; ++l) {
+                          const int g = l / 4, t = l % 4;
+                          for (int i = 0; i < 4; ++i) {
+                            const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+                            float sum;
+                            std::memcpy(&sum, &lanes[l][6 + i], 4);
+                            for (int k = 0; k < 16; ++k)
+                              sum += a_matrix[row][k] * b_matrix[k][column];
+                            std::memcpy(&result[l][i], &sum, 4);
+                          }
+                        }
+                      });
+  std::memcpy(c, out, sizeof(c));
+}
+
+inline uint32_t pack_bf16(float low, float high) {
+  return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+}
+inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16(detail::half_of(a, 0) - detail::half_of(b, 0),
+                   detail::half_of(a, 1) - detail::half_of(b, 1));
+}
+inline float exp2_approx(float x) { return std::exp2(x); }
+
+inline uint4 load_16(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0)
+    throw std::runtime_error("emulator: load_16 of an address that is no multiple of 16");
+  uint4 value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+}  // namespace kdt::cuda
