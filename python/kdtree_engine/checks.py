@@ -51,10 +51,17 @@ def real(name: str, value: Any, low: float, high: float) -> float:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False, not what counts as one."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}, want True or False")
+    return value
+
+
 def listed(name: str, value: Any, what: str) -> list[Any]:
     """The items of a list, or of anything like one; not those of a text, a dict or a set."""
     try:
-        if not isinstance(value, str | bytes | bytearray | Mapping | Set):
+        if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set):
             return list(value)
     except TypeError:
         pass
@@ -91,8 +98,10 @@ def word(name: str, value: Any) -> str:
 
 def path(name: str, value: Any) -> Path:
     """A path that the compiled module can open too; str or os.PathLike."""
-    if not isinstance(value, str | os.PathLike):
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text:
         raise ValueError(f"{name} is {shown(value)}, want a path")
-    if not word(name, os.fspath(value)):
-        raise ValueError(f"{name} is empty, want a path")
-    return Path(value)
+    return Path(word(name, text))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kdtree_engine.checks import integer, shown
 from kdtree_engine.reference import accept as _reference_accept
 from kdtree_engine.reference import tree as _reference_tree
 from kdtree_engine.reference.tree import DraftTree
@@ -36,19 +37,18 @@ def build_tree(
     same bits. Raises ValueError naming the argument and the value.
     """
     lp, ids = _checked(logprobs, token_ids)
-    if not isinstance(budget, int | np.integer) or isinstance(budget, bool) or budget < 0:
-        raise ValueError(f"budget is {budget!r}, want an integer of at least 0")
+    budget = integer("budget", budget, 0)
+    if not isinstance(backend, str) or backend not in ("reference", "cpu"):
+        raise ValueError(f"backend is {shown(backend)}, want 'reference' or 'cpu'")
     if backend == "reference":
-        return _reference_tree.build_tree(lp, ids, int(budget))
-    if backend != "cpu":
-        raise ValueError(f"backend is {backend!r}, want 'reference' or 'cpu'")
+        return _reference_tree.build_tree(lp, ids, budget)
     if budget > MAX_BUDGET:
-        raise ValueError(f"budget is {budget}, backend 'cpu' takes at most {MAX_BUDGET}")
+        raise ValueError(f"budget is {shown(budget)}, backend 'cpu' takes at most {MAX_BUDGET}")
     if len(lp) > MAX_DEPTH:
         raise ValueError(f"logprobs has {len(lp)} rows, backend 'cpu' takes at most {MAX_DEPTH}")
     from kdtree_engine import _core
 
-    arrays = _core.build_tree(lp, ids, int(budget))
+    arrays = _core.build_tree(lp, ids, budget)
     names = ("tokens", "parents", "depths", "first_child", "next_sibling", "visibility", "logw")
     return DraftTree(**{n: arrays[n] for n in names}, rank=_ranks(arrays["parents"]))
 
@@ -60,7 +60,9 @@ def accept(tree: DraftTree, target_tokens: npt.ArrayLike) -> tuple[list[int], in
     accepted slots after the root, then the bonus token, so len(accepted) tokens. Raises ValueError
     for another number of tokens.
     """
-    target = np.asarray(target_tokens)
+    if not all(hasattr(tree, name) for name in ("tokens", "first_child", "next_sibling")):
+        raise ValueError(f"tree is {shown(tree)}, want a DraftTree")
+    target = _array("target_tokens", target_tokens)
     if target.shape != tree.tokens.shape or not np.issubdtype(target.dtype, np.integer):
         raise ValueError(
             f"target_tokens has shape {target.shape} and dtype {target.dtype}, "
@@ -69,12 +71,18 @@ def accept(tree: DraftTree, target_tokens: npt.ArrayLike) -> tuple[list[int], in
     return _reference_accept.accept(tree, target)
 
 
+def _array(name: str, value: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except Exception:  # ragged or endless lists, or what refuses to be an array
+        raise ValueError(f"{name} is {shown(value)}, want an array") from None
+
+
 def _checked(
     logprobs: npt.ArrayLike, token_ids: npt.ArrayLike
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Both arrays in the types of the builders, when they are what `build_tree` asks for."""
-    lp: npt.NDArray[Any] = np.asarray(logprobs)
-    ids: npt.NDArray[Any] = np.asarray(token_ids)
+    lp, ids = _array("logprobs", logprobs), _array("token_ids", token_ids)
     if lp.ndim != 2:
         raise ValueError(f"logprobs has shape {lp.shape}, want [L, K]")
     if lp.dtype.kind != "f":

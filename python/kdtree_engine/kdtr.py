@@ -5,12 +5,14 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from kdtree_engine.checks import path as checked_path
+from kdtree_engine.checks import shown
 
 VERSION = 1
 MAX_NDIM = 8
@@ -75,7 +77,9 @@ def _align(position: int, to: int) -> int:
 
 def _encode(name: str, array: Array) -> tuple[bytes, int, tuple[int, ...], bytes]:
     """Checks one array to be written; gives its name, dtype code, shape and data."""
-    where = f"array {name!r}"
+    where = f"array {shown(name)}"
+    if not isinstance(name, str):
+        raise KdtrError(f"{where}: the name is no str")
     try:
         encoded = name.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -84,8 +88,9 @@ def _encode(name: str, array: Array) -> tuple[bytes, int, tuple[int, ...], bytes
         raise KdtrError(f"{where}: the name has {len(encoded)} bytes, want 1 to 65535")
     if isinstance(array, BF16Array):
         values, code = array.bits, _BF16
-        if values.dtype != np.uint16:
-            raise KdtrError(f"{where}: BF16Array holds {values.dtype}, want uint16")
+        if not isinstance(values, np.ndarray) or values.dtype != np.uint16:
+            found = getattr(values, "dtype", type(values).__name__)
+            raise KdtrError(f"{where}: BF16Array holds {found}, want a numpy array of uint16")
     elif isinstance(array, np.ndarray):
         values = array
         dtype = array.dtype.newbyteorder("<")
@@ -106,6 +111,8 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     Raises KdtrError naming the array that cannot be stored, OSError when the file cannot be
     written.
     """
+    if not isinstance(arrays, Mapping):
+        raise KdtrError(f"arrays is {shown(arrays)}, want a dict of arrays")
     encoded = [_encode(name, array) for name, array in arrays.items()]
     table_bytes = sum(
         _align(_ENTRY.size + 8 * len(shape) + len(name), 8) for name, _, shape, _ in encoded
@@ -122,7 +129,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     header = _HEADER.pack(
         _MAGIC, VERSION, start + len(data), len(encoded), table_bytes, xxhash.xxh64_intdigest(table)
     )
-    Path(path).write_bytes(header + table + data)
+    checked_path("path", path).write_bytes(header + table + data)
 
 
 def _parse_table(file: bytes, source: str) -> list[Entry]:
@@ -203,7 +210,8 @@ def _parse_entry(file: bytes, row: int, table_end: int, where: str) -> tuple[Ent
 
 def read_table(path: str | os.PathLike[str]) -> list[Entry]:
     """The table of a file, checked; the data is not read as arrays nor its checksums compared."""
-    return _parse_table(Path(path).read_bytes(), os.fspath(path))
+    file = checked_path("path", path)
+    return _parse_table(file.read_bytes(), str(file))
 
 
 def parse(file: bytes, source: str = "KDTR data") -> dict[str, Array]:
@@ -211,6 +219,8 @@ def parse(file: bytes, source: str = "KDTR data") -> dict[str, Array]:
 
     Raises KdtrError naming the array and the fault.
     """
+    if not isinstance(file, bytes):
+        raise KdtrError(f"{source}: file is {type(file).__name__}, want bytes")
     arrays: dict[str, Array] = {}
     for entry in _parse_table(file, source):
         raw = memoryview(file)[entry.offset : entry.offset + entry.bytes]
@@ -226,4 +236,5 @@ def parse(file: bytes, source: str = "KDTR data") -> dict[str, Array]:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Array]:
     """The arrays of the file at `path`, read-only. Raises KdtrError (a ValueError) or OSError."""
-    return parse(Path(path).read_bytes(), os.fspath(path))
+    file = checked_path("path", path)
+    return parse(file.read_bytes(), str(file))

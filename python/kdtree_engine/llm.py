@@ -140,6 +140,7 @@ class LLM:
         nothing is generated. Raises RuntimeError when the model's logits were no numbers; then the
         other requests of the call end too.
         """
+        checks.flag("use_tqdm", use_tqdm)
         single = isinstance(prompts, str | Mapping)
         items: list[Any] = [prompts] if single else checks.listed("prompts", prompts, "prompts")
         if isinstance(sampling_params, Sequence):

@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, field
 from numbers import Number
 from typing import Any
 
-from kdtree_engine.checks import integer, integers, listed, real, shown, text
+from kdtree_engine.checks import flag, integer, integers, listed, real, shown, text
 
 # Fields that only sampling or log-probabilities could honour: their only accepted values.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -78,14 +78,14 @@ class SamplingParams:
             value = getattr(self, name)
             # Other types, such as arrays, may not compare to one truth value.
             plain = isinstance(value, Number | dict | list | tuple | type(None))
-            if isinstance(value, bool) or not plain or not any(value == v for v in neutral):
+            of_kind = [v for v in neutral if isinstance(v, Number) == isinstance(value, Number)]
+            if isinstance(value, bool) or not plain or not any(value == v for v in of_kind):
                 raise ValueError(
                     f"{name} is {shown(value)}: this version decodes greedily and takes only "
                     f"{' or '.join(repr(v) for v in neutral)}"
                 )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {shown(getattr(self, name))}, want True or False")
+            flag(name, getattr(self, name))
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         self.stop = listed("stop", [] if self.stop is None else self.stop, "strings")

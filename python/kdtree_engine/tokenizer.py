@@ -96,6 +96,7 @@ class Tokenizer:
         Raises ValueError for text with lone surrogates, which has no UTF-8.
         """
         checks.text("text", text)
+        checks.flag("add_bos", add_bos)
         ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         for chunk in _chunks(text):
             ids += self._encoding.encode_ordinary(chunk)
@@ -107,6 +108,7 @@ class Tokenizer:
         Raises ValueError for an id outside the vocabulary.
         """
         ids = checks.listed("token_ids", token_ids, "integers")
+        checks.flag("skip_special_tokens", skip_special_tokens)
         raw = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
         return raw.decode("utf-8", "replace")
 
@@ -150,22 +152,10 @@ class Tokenizer:
                 f"messages is {shown(messages)}, want a list with at least one message"
             )
         for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f"messages[{index}] is {shown(message)}, want a dict with a 'role'"
-                )
-            content = message.get("content")
-            absent = content is None and message.get("tool_calls")
-            if not isinstance(content, str | list) and not absent:
-                raise ValueError(
-                    f"messages[{index}]: content is {shown(content)}, want a string or a list"
-                )
-        if not isinstance(add_generation_prompt, bool):
-            raise ValueError(
-                f"add_generation_prompt is {shown(add_generation_prompt)}, want True or False"
-            )
+            _check_message(f"messages[{index}]", message)
+        checks.flag("add_generation_prompt", add_generation_prompt)
         if tools is not None:
-            tools = checks.listed("tools", tools, "dicts")
+            tools = _dicts("tools", tools)
         mark, starts = f"\ue000{secrets.token_hex(8)}\ue001", self._name_starts()
         given = {"messages": list(messages), "tools": tools, **variables}
         try:
@@ -210,7 +200,7 @@ class Tokenizer:
                 continue
             if unknown := _CONTROL.search(piece):
                 raise ValueError(
-                    f"{source} uses {unknown[0]!r}, which is none of the tokenizer's control "
+                    f"{source} uses {shown(unknown[0])}, which is none of the tokenizer's control "
                     f"tokens: is it the template of another model, or a {SETTINGS_FILE} missing?"
                 )
             ids += self.encode(piece.replace(mark, ""))
@@ -247,6 +237,26 @@ def _chunks(text: str) -> Iterator[str]:
             cuts += range(run.start() + _MAX_RUN_CHARS, run.end(), _MAX_RUN_CHARS)
         cuts.append(len(part))
         yield from (part[a:b] for a, b in pairwise(cuts))
+
+
+def _check_message(where: str, message: Any) -> None:
+    """A dict with a role, and a content: a text, parts of one, or none beside tool calls."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{where} is {shown(message)}, want a dict with a 'role'")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None:
+        calls = _dicts(f"{where}: tool_calls", calls)
+    if not isinstance(content, str) and not (content is None and calls):
+        _dicts(f"{where}: content", content, "dicts, or a str")
+
+
+def _dicts(name: str, value: Any, what: str = "dicts") -> list[Any]:
+    """A list of dicts."""
+    items = checks.listed(name, value, what)
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{name}[{index}] is {shown(item)}, want a dict")
+    return items
 
 
 def _marked(name: str, value: Any, starts: "re.Pattern[str]", mark: str) -> Any:

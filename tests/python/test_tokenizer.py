@@ -214,10 +214,17 @@ def test_only_what_json_can_hold_goes_into_a_template(tokenizer: Tokenizer) -> N
     for _ in range(100_000):
         deep = [deep]
     for content, message in (
-        (["\ud800"], r"messages\[0\]\['content'\]\[0\] is not valid Unicode at character 0"),
-        ([{1, 2}], r"messages\[0\]\['content'\]\[0\] is \{1, 2\}, want what JSON can hold"),
-        ([b"x"], r"\[0\] is b'x', want what JSON can hold"),
-        (deep, "nested too deeply"),
+        (
+            [{"a": "\ud800"}],
+            r"messages\[0\]\['content'\]\[0\]\['a'\] is not valid Unicode at character 0",
+        ),
+        (
+            [{"a": {1, 2}}],
+            r"messages\[0\]\['content'\]\[0\]\['a'\] is \{1, 2\}, want what JSON can hold",
+        ),
+        ([{"a": b"x"}], r"\['a'\] is b'x', want what JSON can hold"),
+        (["x"], r"messages\[0\]: content\[0\] is 'x', want a dict"),
+        ([{"a": deep}], "nested too deeply"),
         (5, "messages.0.: content is 5"),
         (None, "messages.0.: content is None"),
     ):
