@@ -16,6 +16,8 @@
 namespace kdt::cuda {
 
 struct Fault;
+struct RopeParams;
+struct Sequences;
 
 std::shared_ptr<void> device_memory(int64_t bytes);
 
@@ -36,6 +38,11 @@ struct CudaKvCache final : KvCache {
     return typed<uint16_t>(memory) + index * num_blocks * block_size * row_stride;
   }
 };
+
+// Arguments of the seam as kernels take them (cache.cpp).
+Sequences sequences_of(const SequenceRows& rows, const KvCache& cache, int64_t num_rows,
+                       Fault* fault);
+RopeParams rope_params(const RopeTable& rope, const Tensor& positions);
 
 // Matrices of one shape, stacked (linear.cpp).
 struct CudaLinear;

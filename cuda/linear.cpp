@@ -11,5 +11,6 @@ void CudaBackend::linear(const Tensor&, const LinearWeight&, const Tensor&) {
 void CudaBackend::head_linear(const Tensor&, const LinearWeight&, const Tensor&) {
   throw Error("cuda: not built yet");
 }
+void CudaBackend::multiply(const CudaLinear&, const float*, int64_t, int64_t, int64_t, float*, int64_t, int64_t, float) { throw Error("cuda: not built yet"); }
 
 }  // namespace kdt::cuda

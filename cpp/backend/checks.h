@@ -185,6 +185,12 @@ inline void check_gqa_attention(const GqaAttentionArgs& a) {
   KDT_CHECK(a.window >= 0, "gqa_attention: window ", a.window);
 }
 
+inline void check_kv_compact(const Tensor& block_table, const Tensor& from, const Tensor& to) {
+  KDT_CHECK(from.dtype() == DType::kInt32 && to.dtype() == DType::kInt32 &&
+                from.numel() == to.numel() && block_table.dtype() == DType::kInt32,
+            "kv_compact: from ", from.to_string(), ", to ", to.to_string());
+}
+
 inline void check_moe_route(const MoeRouteArgs& a) {
   KDT_CHECK(a.logits.ndim() == 2 && a.ids.ndim() == 2, "moe_route: logits ", a.logits.to_string(),
             ", ids ", a.ids.to_string());

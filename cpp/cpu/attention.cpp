@@ -372,9 +372,7 @@ void CpuBackend::gqa_attention(const GqaAttentionArgs& args) {
 void CpuBackend::kv_compact(KvCache& kv_cache, const Tensor& block_table, const Tensor& from,
                             const Tensor& to) {
   const auto& cache = static_cast<const CpuKvCache&>(kv_cache);
-  KDT_CHECK(from.dtype() == DType::kInt32 && to.dtype() == DType::kInt32 &&
-                from.numel() == to.numel() && block_table.dtype() == DType::kInt32,
-            "kv_compact: from ", from.to_string(), ", to ", to.to_string());
+  check_kv_compact(block_table, from, to);
   const int64_t capacity = block_table.numel() * cache.block_size;
   for (int64_t i = 0; i < from.numel(); ++i) {
     const int64_t source = from.data<int32_t>()[i], target = to.data<int32_t>()[i];

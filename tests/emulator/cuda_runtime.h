@@ -242,6 +242,10 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+inline cudaError_t cudaMemset(void* at, int value, size_t bytes) {
+  std::memset(at, value, bytes);
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
   std::memset(at, value, bytes);
   return cudaSuccess;
