@@ -2,7 +2,8 @@
 // matrices with their values, and comparisons.
 //
 // KDT_TEST_DEVICE names the device (default "cpu"). A program ends with KDT_OP_TEST_MAIN, which
-// skips it where the processor lacks the instruction set that KDT_ISA asks for.
+// skips it where the processor lacks the instruction set that KDT_ISA asks for, or without a GPU;
+// with KDT_REQUIRE_DEVICE=1 that is a failure.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +33,16 @@ inline std::string device() {
   return name == nullptr || *name == '\0' ? "cpu" : name;
 }
 
+inline bool on_cpu() { return device() == "cpu"; }
+
+inline bool is_set(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && std::string(value) == "1";
+}
+
+// On a GPU there is time for sizes that would take minutes elsewhere.
+inline bool large_cases() { return is_set("KDT_LARGE_CASES"); }
+
 // A program's own back end, with two threads.
 inline Backend& backend() {
   static const std::unique_ptr<Backend> instance = make_backend(device(), 2);
@@ -57,8 +68,9 @@ inline int skip_status() {
   try {
     backend();
   } catch (const Error& error) {
-    std::printf("skipped: %s\n", error.what());
-    return 77;
+    const bool required = is_set("KDT_REQUIRE_DEVICE");
+    std::printf("%s: %s\n", required ? "failed" : "skipped", error.what());
+    return required ? 1 : 77;
   }
   return 0;
 }
