@@ -22,6 +22,7 @@ from kdtree_engine.sampling_params import MAX_BUDGET, METHODS
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
     from kdtree_engine.outputs import RequestOutput
+    from kdtree_engine.sampling_params import SamplingParams
 
 PROMPTS_FILE = "heldout_prompts.json"
 _DEFAULT_BUDGETS = "8,16,32,64,256,auto"
@@ -135,7 +136,7 @@ def measure(
 
     warm_up = SamplingParams(max_tokens=min(max_tokens, _WARM_UP_TOKENS))
     for setting in settings:
-        llm.generate(prompts[0].text, warm_up, speculative_config=setting.options())
+        _generate(llm, prompts[0], warm_up, setting)
     params = SamplingParams(max_tokens=max_tokens)
     console = common.stderr_console()
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn())
@@ -148,13 +149,22 @@ def measure(
             for turn in range(len(settings)):
                 which = (index + turn) % len(settings)
                 setting, start = settings[which], perf_counter()
-                output = llm.generate(prompt.text, params, speculative_config=setting.options())[0]
+                output = _generate(llm, prompt, params, setting)
                 setting.add(output, perf_counter() - start)
                 tokens[which] = output.outputs[0].token_ids
                 bar.advance(task)
             for which, setting in enumerate(settings):
                 if tokens[which] != tokens[0]:
                     setting.differing.append(prompt.name)
+
+
+def _generate(
+    llm: "LLM", prompt: BenchPrompt, params: "SamplingParams", setting: Setting
+) -> "RequestOutput":
+    try:
+        return llm.generate(prompt.text, params, speculative_config=setting.options())[0]
+    except ValueError as error:  # most likely it is longer than the context
+        raise ValueError(f"prompt {prompt.name!r}: {error}") from None
 
 
 def machine_info(llm: "LLM") -> dict[str, Any]:
@@ -237,7 +247,8 @@ def bench(
     settings = settings_of(methods, budgets)
     common.check_writable("--json", json_file)
     folder = model or default_model()
-    if len(settings) > 1 and folder.is_dir() and find_drafter(folder, draft_model) is None:
+    common.check_checkpoint("--model" if model else "the model", folder)
+    if len(settings) > 1 and find_drafter(folder, draft_model) is None:
         raise OptionError(
             f"{folder} has no drafter: name one with --draft-model, or use --methods none"
         )

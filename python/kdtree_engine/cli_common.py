@@ -98,7 +98,7 @@ def prepare_streams() -> None:
 
 def _complain(text: str) -> None:
     with suppress(OSError):  # nobody reads standard error either
-        print(f"kdtree: error: {text}", file=sys.stderr)
+        print(f"kdtree: error: {printable(text)}", file=sys.stderr)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:

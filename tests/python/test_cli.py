@@ -231,7 +231,8 @@ def test_interrupt_is_clean(scripted: Fake, run: Run, monkeypatch: pytest.Monkey
     assert status == 130 and err.endswith("kdtree: interrupted\n")
 
 
-def test_text_for_a_terminal_cannot_steer_it() -> None:
+def test_text_for_a_terminal_cannot_steer_it(run: Run) -> None:
+    assert run("inspect", "no\x1b[2Jfile")[2].endswith(": no\ufffd[2Jfile\n")
     assert cli_common.printable("a\x1b[2J\tb\n\x9b\r") == "a\ufffd[2J\tb\n\ufffd\ufffd"
 
 

@@ -64,7 +64,12 @@ def test_bench_settings_take_turns(
     assert seen[3:] == ["none", "dflash", "ddtree", "dflash", "ddtree", "none"]
 
 
-def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
+def test_bench_prompt_files(
+    scripted: Fake, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("prompt_token_ids has 9 tokens; max_model_len is 8")
+
     status, _, err = run("bench")
     assert status == 2 and "heldout_prompts.json is not a file: name one" in err
     own = tmp_path / "own.json"
@@ -82,6 +87,10 @@ def test_bench_prompt_files(scripted: Fake, run: Run, tmp_path: Path) -> None:
         status, _, err = run("bench", "--prompts", str(own))
         assert status == 2 and message in err
     own.write_text('[{"text": "a"}]')
+    with monkeypatch.context() as patched:
+        patched.setattr(scripted, "add_request", refuse)
+        status, _, err = run("bench", "--prompts", str(own))
+    assert status == 1 and "kdtree: error: prompt '0': prompt_token_ids has 9 tokens" in err
     assert run("bench", "--prompts", str(own), "--methods", "none")[0] == 0
 
 
@@ -105,6 +114,8 @@ def test_bench_options_are_checked(
 def test_bench_without_a_drafter(
     scripted: Fake, run: Run, prompts: Path, tokenizer_folder: Path
 ) -> None:
+    status, _, err = run("bench", "--model", str(tokenizer_folder.parent))
+    assert status == 2 and "not a checkpoint folder (no config.json)" in err
     (tokenizer_folder / "drafter").rmdir()
     status, _, err = run("bench")
     assert status == 2 and "has no drafter: name one with --draft-model" in err
