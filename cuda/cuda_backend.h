@@ -76,6 +76,7 @@ class CudaBackend final : public Backend {
 
   BackendInfo info() const override;
   int num_multiprocessors() const { return num_multiprocessors_; }
+  cudaStream_t stream() const { return stream_; }
 
   Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) override;
   void upload(const Tensor& to, const void* from) override;

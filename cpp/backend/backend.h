@@ -294,4 +294,15 @@ struct CpuCeilings {
 };
 CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes);
 
+// An op, or a ceiling ("ceiling: ..."), timed at one size.
+struct OpTime {
+  std::string op, shape;
+  double us = 0;
+  double bytes = 0;       // that must be read once
+  double operations = 0;  // multiplications and additions
+};
+// The ops of a CUDA device at the sizes of Kimi K2.6, and what the device reaches at best in the
+// same run. Takes about a minute. Throws as make_backend does.
+std::vector<OpTime> bench_ops(const std::string& device);
+
 }  // namespace kdt

@@ -13,7 +13,8 @@ std::unique_ptr<Backend> make_cpu_backend(int num_threads);
 }
 namespace cuda {
 std::unique_ptr<Backend> make_cuda_backend(int device);
-}
+std::vector<OpTime> bench_ops(int device);
+}  // namespace cuda
 
 namespace {
 
@@ -53,6 +54,16 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
   throw Error(join("device is '", device,
                    "', but this build has no CUDA back end: install with KDT_CUDA=ON (it needs a "
                    "CUDA compiler)"));
+#endif
+}
+
+std::vector<OpTime> bench_ops(const std::string& device) {
+  const int number = cuda_device(device);
+  KDT_CHECK_ARGUMENT(number >= 0, "device is '", device, "'; ops are timed on 'cuda' or 'cuda:N'");
+#if defined(KDT_WITH_CUDA) && !defined(KDT_EMULATOR)
+  return cuda::bench_ops(number);
+#else
+  throw Error(join("device is '", device, "', but this build has no CUDA back end to time"));
 #endif
 }
 

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Builds for this machine's GPU and runs everything that needs one. Under ten minutes in all.
+#
+#   scripts/test_on_gpu.sh [--sanitize] [--bench] [--only-bench]
+#
+# --sanitize    the C++ tests again under compute-sanitizer: memcheck, racecheck and synccheck
+# --bench       kdtree bench ops and kdtree bench on the bundled model
+# --only-bench  no tests
+#
+# BUILD_DIR   CMake's folder (default build/gpu)
+# OUT         where results go (default BUILD_DIR/results): *.json and the tests' log
+# PYTHON      an interpreter with numpy, pytest, pybind11, nlohmann-json and this package's own
+#             requirements; nothing is installed and nothing is fetched
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+build=${BUILD_DIR:-build/gpu}
+python=${PYTHON:-python3}
+out=${OUT:-$build/results}
+sanitize=0 bench=0 tests=1
+for argument in "$@"; do
+  case $argument in
+    --sanitize) sanitize=1 ;;
+    --bench) bench=1 ;;
+    --only-bench) bench=1 tests=0 ;;
+    *) sed -n 2,14p "$0" >&2; exit 2 ;;
+  esac
+done
+mkdir -p "$build" "$out"
+build=$(cd "$build" && pwd) out=$(cd "$out" && pwd)
+
+failed=()
+begin() { echo; echo "== $1 ($((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
+check() {
+  local name=$1
+  shift
+  begin "$name"
+  "$@" || { failed+=("$name"); echo "FAILED: $name"; }
+}
+
+command -v nvidia-smi >/dev/null || { echo "no nvidia-smi: is there a GPU?" >&2; exit 1; }
+nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem --format=csv
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+case $capability in
+  90 | 100 | 120) architecture="${capability}a-real" ;;
+  *) architecture="${capability}-real" ;;
+esac
+
+begin "build for $architecture"
+cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKDT_CUDA=ON -DKDT_PYTHON=ON -DKDT_TESTS=ON \
+  -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DPython_EXECUTABLE="$(command -v "$python")" \
+  >"$out/cmake.log" 2>&1 || { tail -30 "$out/cmake.log"; exit 1; }
+cmake --build "$build" >"$out/build.log" 2>&1 || { grep -E "error|FAILED" "$out/build.log" | head -30; exit 1; }
+
+# The package as an install would lay it out: the sources beside the module that was just built.
+package="$build/package/kdtree_engine"
+rm -rf "$build/package"
+mkdir -p "$package"
+ln -s "$PWD"/python/kdtree_engine/* "$package/"
+cp "$build"/_core*.so "$package/"
+export PYTHONPATH="$build/package${PYTHONPATH:+:$PYTHONPATH}"
+export KDT_REQUIRE_DEVICE=1 KDT_LARGE_CASES=1 KDT_BUILD_DIR="$build"
+kdtree() { "$python" -m kdtree_engine "$@"; }
+
+if [ $tests = 1 ]; then
+  check "C++ tests" ctest --test-dir "$build" -L cuda -j 4 --output-on-failure --timeout 300
+  check "Python tests" "$python" -m pytest -q -m cuda tests/python -p no:cacheprovider
+fi
+if [ $sanitize = 1 ]; then
+  # Toy sizes: a check costs a hundredfold.
+  export KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDT_TINY_MODEL="$build/tiny_models"
+  for tool in memcheck racecheck synccheck; do
+    for name in rows tree choice linear moe attention target_model draft_model; do
+      check "$tool $name" timeout 200 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$out/$tool-$name.log" \
+        "$build/test_$name" >"$out/$tool-$name.out" 2>&1
+      tail -1 "$out/$tool-$name.log" 2>/dev/null
+    done
+  done
+fi
+if [ $bench = 1 ]; then
+  check "kdtree bench ops" kdtree bench ops --device cuda --json "$out/ops.json"
+  check "kdtree bench" kdtree bench --device cuda --budgets 1,8,64,65,256,auto --json "$out/bench.json"
+fi
+
+echo
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'test_on_gpu.sh: failed: %s\n' "$(IFS=,; echo "${failed[*]}")"
+  exit 1
+fi
+echo "test_on_gpu.sh: all passed in $((SECONDS / 60)) min $((SECONDS % 60)) s"
