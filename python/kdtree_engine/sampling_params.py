@@ -102,8 +102,9 @@ class SpeculativeConfig:
 
     `method`: "none" (plain decoding), "dflash" (a chain), "ddtree" (a tree). `tree_budget`: draft
     nodes below the root, 1 to 256, or "auto": chosen each round by a measured cost curve.
-    `tree_topk`: candidates a depth, 0: as many as the budget. `draft_temperature`: divides the
-    drafter's logits when the tree is built; the output does not depend on it.
+    `tree_topk`: candidates a depth, at most the budget (64 with "auto"), 0: as many as the budget.
+    `draft_temperature`: divides the drafter's logits when the tree is built; the output does not
+    depend on it.
     """
 
     method: str = "ddtree"
