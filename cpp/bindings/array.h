@@ -113,6 +113,7 @@ Array<T> to_array(const std::vector<T>& values) {
 pybind11::array_t<bool> visibility(const std::vector<int32_t>& parents);
 
 void register_attention(pybind11::module_& module);
+void register_bench(pybind11::module_& module);
 void register_engine(pybind11::module_& module);
 void register_ops(pybind11::module_& module);
 

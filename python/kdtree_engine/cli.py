@@ -9,6 +9,7 @@ import typer
 
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_bench import bench
+from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.sampling_params import METHODS
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
@@ -25,7 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help='Text to continue; "-": stdin.')]
-app.command("bench")(bench)
+_bench = typer.Typer(rich_markup_mode=None)
+_bench.callback(invoke_without_command=True)(bench)
+_bench.command("ops")(bench_ops)
+app.add_typer(_bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

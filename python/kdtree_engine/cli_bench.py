@@ -197,6 +197,7 @@ def _cpu_name() -> str:
 
 @common.errors_in_one_line
 def bench(
+    context: typer.Context,
     model: common.Model = None,
     draft_model: common.DraftModel = None,
     methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
@@ -241,7 +242,10 @@ def bench(
       kdtree bench
       kdtree bench --budgets 16,64 --limit 8 --json results.json
       kdtree bench --methods none --arithmetic
+      kdtree bench ops
     """
+    if context.invoked_subcommand is not None:
+        return
     from kdtree_engine.llm import default_model, find_drafter
 
     settings = settings_of(methods, budgets)

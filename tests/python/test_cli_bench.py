@@ -215,3 +215,29 @@ def test_bench_keeps_the_settings_on_narrow_terminals(
 
 def test_cpu_name_is_text() -> None:
     assert cli_bench._cpu_name()
+
+
+def test_ops_are_compared_with_the_ceiling_that_bounds_them() -> None:
+    from kdtree_engine.cli_bench_ops import with_shares
+
+    def record(op: str, us: float, number: float, operations: float) -> dict[str, object]:
+        return {"op": op, "shape": "", "us": us, "bytes": number, "operations": operations}
+
+    records = with_shares(
+        [
+            record("ceiling: read", 1.0, 4e6, 0.0),  # 4000 GB/s
+            record("ceiling: mma", 1.0, 0.0, 5e8),  # 500 TFLOP/s
+            record("experts", 2.0, 4e6, 1e8),  # 2000 GB/s, 50 TFLOP/s
+            record("attention", 1.0, 4e5, 2e8),
+        ]
+    )
+    assert [(r["bound"], round(r["share"], 6)) for r in records[2:]] == [
+        ("memory", 0.5),
+        ("mma.sync", 0.4),
+    ]
+
+
+def test_ops_without_a_cuda_build_say_so(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, err = run("bench", "ops", "--device", "tpu")
+    assert status == 2 or status == 1
+    assert "'tpu'" in err

@@ -1,0 +1,35 @@
+// Timing of ops.
+#include "backend/backend.h"
+#include "bindings/array.h"
+
+namespace py = pybind11;
+
+namespace kdt {
+namespace {
+
+py::list timed_ops(const std::string& device) {
+  std::vector<OpTime> times;
+  {
+    const py::gil_scoped_release unlocked;
+    times = bench_ops(device);
+  }
+  py::list records;
+  for (const OpTime& t : times) {
+    py::dict record;
+    record["op"] = t.op;
+    record["shape"] = t.shape;
+    record["us"] = t.us;
+    record["bytes"] = t.bytes;
+    record["operations"] = t.operations;
+    records.append(record);
+  }
+  return records;
+}
+
+}  // namespace
+
+void register_bench(py::module_& module) {
+  module.def("bench_ops", &timed_ops, py::arg("device") = "cuda");
+}
+
+}  // namespace kdt
