@@ -90,6 +90,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// The greatest and the least of the warp's words, for every lane.
+__device__ __forceinline__ uint32_t redux_max(uint32_t x) {
+  return __reduce_max_sync(0xFFFFFFFFu, x);
+}
+__device__ __forceinline__ uint32_t redux_min(uint32_t x) {
+  return __reduce_min_sync(0xFFFFFFFFu, x);
+}
+
 // 16 bytes that no thread of the kernel writes.
 __device__ __forceinline__ uint4 load_16(const void* from) {
   return __ldg(static_cast<const uint4*>(from));

@@ -137,6 +137,11 @@ inline uint32_t __float_as_uint(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
+inline long long __double_as_longlong(double x) {
+  long long bits;
+  std::memcpy(&bits, &x, 8);
+  return bits;
+}
 inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __int_as_float(int x) { return __uint_as_float(static_cast<uint32_t>(x)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -146,6 +151,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }

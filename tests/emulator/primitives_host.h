@@ -91,6 +91,25 @@ inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
+namespace detail {
+template <typename Choose>
+uint32_t redux(const char* name, uint32_t x, const Choose& choose) {
+  emulator::meet_warp(name, &x, 1, &x, 1,
+                      [&](const emulator::Table& in, emulator::Table& out) {
+                        uint32_t all = in[0][0];
+                        for (int l = 1; l < 32; ++l) all = choose(all, in[l][0]);
+                        for (int l = 0; l < 32; ++l) out[l][0] = all;
+                      });
+  return x;
+}
+}  // namespace detail
+inline uint32_t redux_max(uint32_t x) {
+  return detail::redux("redux_max", x, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+inline uint32_t redux_min(uint32_t x) {
+  return detail::redux("redux_min", x, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
+}
+
 inline uint4 load_16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0)
     throw std::runtime_error("emulator: load_16 of an address that is no multiple of 16");
