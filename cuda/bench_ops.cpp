@@ -226,6 +226,7 @@ void Bench::attention() {
                                   .cache = cache.get(),
                                   .layer = i,
                                   .rows = sequence_rows,
+                                  .positions = at.tensor,
                                   .out = out.tensor});
         });
         add("mla_attention", join(heads, " heads, T ", rows, ", ", length, " keys"), us,

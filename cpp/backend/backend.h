@@ -67,8 +67,8 @@ class KvCache {
 
 // Which rows of a call belong to which sequence, and where their keys are. A row of a sequence is a
 // slot of its tree: slot s sits in the cache at row prefix_len + s, its ancestors are found through
-// `parents`. Plain decoding is a tree of one slot, a prefill chunk a tree that is a chain. All
-// kInt32.
+// `parents`. Plain decoding is a tree of one slot, a prefill chunk a tree that is a chain. A tree
+// deeper than kMaxTreeDepth (backend/checks.h) must be a chain; the engine sees to it. All kInt32.
 struct SequenceRows {
   Tensor row_begin;    // [S + 1] first row of each sequence; the last entry is T
   Tensor prefix_len;   // [S] cached rows before slot 0, visible to every slot
@@ -120,7 +120,8 @@ struct MlaAttentionArgs {
   const KvCache* cache = nullptr;
   int64_t layer = 0;
   SequenceRows rows;
-  Tensor out;  // [T, heads, kv_lora_rank]
+  Tensor positions;  // [T] i32, each prefix_len plus the number of the slot's ancestors
+  Tensor out;        // [T, heads, kv_lora_rank]
 };
 
 // Per-head RMSNorm, rotation, and storing of keys; values are stored as they are.

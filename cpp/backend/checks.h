@@ -160,6 +160,7 @@ inline void check_mla_attention(const MlaAttentionArgs& a) {
                     {a.query.dim(0), a.query.dim(1), a.query.dim(2)});
   detail::check_f32("mla_attention", "out", a.out, {a.query.dim(0), a.query.dim(1), a.out.dim(2)});
   detail::check_rows("mla_attention", a.rows, a.query.dim(0), true);
+  detail::check_i32("mla_attention", "positions", a.positions, {a.query.dim(0)});
 }
 
 inline void check_gqa_store(const GqaStoreArgs& a) {

@@ -108,16 +108,17 @@ Floats mla_attention(Argument q_in, Argument kv_in, Argument w_uk_in, Argument n
   }
   const auto prepared = cpu_backend().prepare_linear(matrices);
   Floats query = empty({count, heads, rank + rope_dim}), out = empty({count, heads, rank});
-  cpu_backend().mla_query(
-      {.q = as_tensor(q),
-       .w_uk = prepared.get(),
-       .rope = rope,
-       .positions = Tensor(all_positions.data() + prefix_len, DType::kInt32, {count}),
-       .scale = finite("scale", scale),
-       .out = as_tensor(query)});
+  const Tensor positions(all_positions.data() + prefix_len, DType::kInt32, {count});
+  cpu_backend().mla_query({.q = as_tensor(q),
+                           .w_uk = prepared.get(),
+                           .rope = rope,
+                           .positions = positions,
+                           .scale = finite("scale", scale),
+                           .out = as_tensor(query)});
   cpu_backend().mla_attention({.query = as_tensor(query),
                                .cache = cache.get(),
                                .rows = sequence.rows(as_tensor(parents)),
+                               .positions = positions,
                                .out = as_tensor(out)});
   return out;
 }

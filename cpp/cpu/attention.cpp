@@ -251,7 +251,12 @@ void CpuBackend::mla_attention(const MlaAttentionArgs& args) {
             for (int32_t i = begin; i < end; ++i) path_slots.push_back(path_slots[i]);
           }
           path_slots.push_back(slot);
-          path_begin.push_back(static_cast<int32_t>(path_slots.size()));
+          const auto end = static_cast<int32_t>(path_slots.size());
+          const int64_t position = sequence.prefix_len + end - path_begin.back() - 1;
+          const int32_t given = args.positions.data<int32_t>()[sequence.row_begin + slot];
+          KDT_CHECK(given == position, "mla_attention: position ", given, " of slot ", slot,
+                    ", want ", position);
+          path_begin.push_back(end);
         }
         // A task is a few whole rows, or a few heads of one row.
         const int64_t heads_per_task =

@@ -302,8 +302,10 @@ void Engine::measure_costs() {
       // Other tokens each time, so that rows and sweeps go to different experts.
       for (int64_t row = 0; row < rows; ++row) {
         token = (token + 7919) % config_.vocab_size;
-        batch_->add_row(static_cast<int32_t>(token), std::min(context + row, max_model_len_ - 1),
-                        static_cast<int32_t>(row) - 1);
+        // A chain; rows that find no position of their own share the last.
+        const int64_t depth = std::min(row, max_model_len_ - 1 - context);
+        batch_->add_row(static_cast<int32_t>(token), context + depth,
+                        static_cast<int32_t>(depth) - 1);
       }
       batch_->upload();
       const double ms = timed([&] {

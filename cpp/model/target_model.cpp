@@ -198,8 +198,12 @@ void TargetModel::attention(const Layer& layer, int64_t index, const RowBatch& b
                       .positions = batch.positions(),
                       .scale = softmax_scale_,
                       .out = query});
-  backend_.mla_attention(
-      {.query = query, .cache = &cache, .layer = index, .rows = batch.rows(), .out = latent});
+  backend_.mla_attention({.query = query,
+                          .cache = &cache,
+                          .layer = index,
+                          .rows = batch.rows(),
+                          .positions = batch.positions(),
+                          .out = latent});
   backend_.head_linear(latent, *layer.w_uv, heads);
   backend_.linear(heads, *layer.o_proj, delta_.tensor.rows(0, rows));
 }

@@ -31,6 +31,14 @@ struct Rows {
       tables.insert(tables.end(), table.begin(), table.end());
       tables.resize(tables.size() + blocks - table.size(), -1);
     }
+    Ints at;
+    for (size_t s = 0; s < prefix_len.size(); ++s) {
+      for (int32_t row = row_begin[s]; row < row_begin[s + 1]; ++row) {
+        const int32_t slot = row - row_begin[s], parent = parents[row];
+        at.push_back(parent >= 0 && parent < slot ? at[row_begin[s] + parent] + 1 : prefix_len[s]);
+      }
+    }
+    positions = upload(on, at);
     memory = {upload(on, row_begin), upload(on, prefix_len),
               upload(on, tables,
                      {static_cast<int64_t>(block_tables.size()), static_cast<int64_t>(blocks)}),
@@ -44,6 +52,7 @@ struct Rows {
              {block_table}, parents) {}
 
   std::vector<Buffer> memory;
+  Buffer positions;
   SequenceRows rows;
   int64_t num_rows = 0;
 };
@@ -127,6 +136,7 @@ class MlaCache {
                        .cache = cache_.get(),
                        .layer = layer,
                        .rows = rows.rows,
+                       .positions = rows.positions.tensor,
                        .out = out.tensor});
     return download(on_, out.tensor);
   }

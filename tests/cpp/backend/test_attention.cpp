@@ -412,6 +412,9 @@ KDT_TEST(sequences_that_do_not_fit_are_refused) {
   EXPECT_THROWS("mla_attention: sequence 0 has rows", attend(Rows(b, -1, {1}, {-1})));
   EXPECT_THROWS("mla_attention: parent 1 of slot 1", attend(Rows(b, 0, {1}, {-1, 1})));
   EXPECT_THROWS("mla_attention: parent -2 of slot 0", attend(Rows(b, 0, {1}, {-2})));
+  Rows moved(b, 3, {1}, {-1, 0});
+  moved.positions = upload(b, Ints{3, 5});
+  EXPECT_THROWS("mla_attention: position 5 of slot 1, want 4", attend(moved));
   EXPECT_THROWS("layer 1", cache.attend(Floats(16, 0.0f), 1, Rows(b, 0, {1}, {-1}), 1));
   EXPECT_THROWS("block_size 48 is not a multiple of 32", b.make_mla_cache(1, 1, 48, 8, 8));
 }
