@@ -7,7 +7,8 @@ namespace py = pybind11;
 namespace kdt {
 namespace {
 
-py::list timed_ops(const std::string& device) {
+py::list timed_ops(py::handle device_in) {
+  const std::string device = text("device", device_in);
   std::vector<OpTime> times;
   {
     const py::gil_scoped_release unlocked;

@@ -1,4 +1,8 @@
-"""Types of the compiled module. Arrays are numpy, C-contiguous; other inputs are converted."""
+"""Types of the compiled module.
+
+An argument of a wrong type, shape or size is a ValueError naming it and its value. F32 and I32 take
+any array of floating-point or integer numbers that the type can hold, in any layout.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +16,16 @@ I32 = npt.NDArray[np.int32]
 __version__: str
 
 class RequestOptions:
-    """Options of one request; every field is checked by `Engine.add_request`."""
+    """Options of one request; `Engine.add_request` refuses those that do not fit each other."""
 
     max_tokens: int  # >= 0
     stop_token_ids: list[int]  # generation ends with one of these, which is kept as the last token
     ignore_eos: bool  # do not stop at the checkpoint's own eos ids
     method: str  # "none" | "dflash" | "ddtree"; "" takes the engine's default
     tree_budget: int  # 1..256 draft nodes below the root, 0: chosen each round ("auto")
-    tree_topk: int  # 1..256 candidates a depth, 0: as many as the budget
-    draft_temperature: float  # > 0, divides the drafter's logits; never changes the output
+    tree_topk: int  # candidates a depth, 1 to the budget (64: "auto"), 0: as many as the budget
+    # Divides the drafter's logits, 0.001 to 1000; never changes the output. 1 without a tree.
+    draft_temperature: float
     def __init__(
         self,
         max_tokens: int = 16,
@@ -67,8 +72,11 @@ class Engine:
 
     `model` and `drafter` are checkpoint folders. Raises RuntimeError for files that are missing,
     malformed or not supported and ValueError for bad arguments, each naming the field and the
-    value. `progress(done_bytes, total_bytes)` is called while weights load. Not for use by several
-    threads at once.
+    value. `progress(done_bytes, total_bytes)` is called while weights load.
+
+    One call at a time: another thread's waits. Signal handlers run between the rounds of
+    `generate`; in one, `stats`, `config`, `has_unfinished` and `abort` can be used, the rest is a
+    RuntimeError. So is any use in a process forked after loading, but for `config` and `abort`.
     """
 
     def __init__(
@@ -101,7 +109,10 @@ class Engine:
         """
     def has_unfinished(self) -> bool: ...
     def abort(self, request_id: int) -> bool:
-        """Ends a request at once; False when there is none of that id."""
+        """Ends a request at once; False when there is none of that id.
+
+        Never waits: during a call it returns True, and the request ends before the next.
+        """
     def logits(self, token_ids: Sequence[int]) -> F32:
         """float32 logits [n, vocab_size] after each of the n tokens."""
     def tree_logits(

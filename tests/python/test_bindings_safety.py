@@ -240,6 +240,7 @@ def test_wrong_arguments_of_the_methods_are_named(engine: Any, tmp_path: Path) -
         ("tokens", lambda v: engine.tree_logits([], v, [-1]), [*LISTS, None]),
         ("parents", lambda v: engine.tree_logits([], [1], v), [*LISTS, None]),
         ("folder", _core.inspect_checkpoint, [*TEXTS, None]),
+        ("device", _core.bench_ops, [*TEXTS, None]),
         ("num_threads", _core.measure_cpu, INTEGERS),
         ("cache_bytes", lambda v: _core.measure_cpu(1, v), INTEGERS),
     ]
