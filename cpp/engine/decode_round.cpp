@@ -128,8 +128,8 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
                            .temperature = static_cast<float>(request.options.draft_temperature),
                            .logprobs = logprobs,
                            .ids = ids});
-  const auto array = [&](int64_t i) { return tree_array(i, budget + 1); };
-  const Tensor num_nodes = tree_counts_.tensor.rows(0, 1);
+  const int64_t slots = budget + 1;
+  const auto array = [&](int64_t i) { return tree_ints_.tensor.rows(1 + i * slots, slots); };
   backend_->tree_build({.logprobs = logprobs,
                         .ids = ids,
                         .budget = budget,
@@ -139,15 +139,16 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
                         .first_child = array(3),
                         .next_sibling = array(4),
                         .logw = tree_logw_.tensor,
-                        .num_nodes = num_nodes});
-  int32_t count = 0;
-  backend_->download(&count, num_nodes);
+                        .num_nodes = tree_ints_.tensor.rows(0, 1)});
+  std::vector<int32_t> ints(1 + 5 * slots);
+  backend_->download(ints.data(), tree_ints_.tensor.rows(0, 1 + 5 * slots));
+  const int32_t count = ints[0];
   DraftTree tree;
-  int64_t i = 0;
+  auto from = ints.begin() + 1;
   for (auto* list :
        {&tree.tokens, &tree.parents, &tree.depths, &tree.first_child, &tree.next_sibling}) {
-    list->resize(count);
-    backend_->download(list->data(), array(i++).rows(0, count));
+    list->assign(from, from + count);
+    from += slots;
   }
   tree.logw.resize(count);
   backend_->download(tree.logw.data(), tree_logw_.tensor.rows(0, count));
@@ -191,23 +192,21 @@ void Engine::accept_and_commit(Request& request, StepOutput& output,
   const auto slots = static_cast<int64_t>(target_tokens.size());
   output.accepted = {0};
   if (slots > 1) {
-    const auto array = [&](int64_t i) { return tree_array(i, slots); };
-    const Tensor length_out = tree_counts_.tensor.rows(0, 1);
-    backend_->upload(array(0), tree.tokens.data());
-    backend_->upload(array(1), tree.first_child.data());
-    backend_->upload(array(2), tree.next_sibling.data());
-    backend_->upload(array(3), target_tokens.data());
+    std::vector<int32_t> ints;
+    for (const auto* list : {&tree.tokens, &tree.first_child, &tree.next_sibling, &target_tokens})
+      ints.insert(ints.end(), list->begin(), list->begin() + slots);
+    backend_->upload(tree_ints_.tensor.rows(0, 4 * slots), ints.data());
+    const auto array = [&](int64_t i) { return tree_ints_.tensor.rows(i * slots, slots); };
+    const Tensor result = tree_ints_.tensor.rows(4 * slots, 2 + slots);
     backend_->tree_accept({.tokens = array(0),
                            .first_child = array(1),
                            .next_sibling = array(2),
                            .target = array(3),
-                           .accepted = array(4),
-                           .accept_length = length_out,
-                           .bonus_token = tree_counts_.tensor.rows(1, 1)});
-    int32_t length = 0;
-    backend_->download(&length, length_out);
-    output.accepted.resize(length);
-    backend_->download(output.accepted.data(), array(4).rows(0, length));
+                           .accepted = result.rows(2, slots),
+                           .accept_length = result.rows(0, 1),
+                           .bonus_token = result.rows(1, 1)});
+    backend_->download(ints.data(), result);
+    output.accepted.assign(ints.begin() + 2, ints.begin() + 2 + ints[0]);
   }
 
   // The tokens after each accepted slot; those past a stop are dropped with the request.
@@ -234,13 +233,14 @@ void Engine::accept_and_commit(Request& request, StepOutput& output,
     moves = moves || from[i] != to[i];
   }
   if (moves) {
-    const std::vector<int32_t> blocks = block_table(request.slot);
-    const Tensor table = tree_array(0, blocks_per_slot_), from_rows = tree_array(1, count),
-                 to_rows = tree_array(2, count);
-    backend_->upload(table, blocks.data());
-    backend_->upload(from_rows, from.data());
-    backend_->upload(to_rows, to.data());
-    backend_->kv_compact(*target_cache_, table, from_rows, to_rows);
+    std::vector<int32_t> ints = block_table(request.slot);
+    const auto blocks = static_cast<int64_t>(ints.size());
+    ints.insert(ints.end(), from.begin(), from.end());
+    ints.insert(ints.end(), to.begin(), to.end());
+    const Tensor moved = tree_ints_.tensor.rows(0, blocks + 2 * count);
+    backend_->upload(moved, ints.data());
+    backend_->kv_compact(*target_cache_, moved.rows(0, blocks), moved.rows(blocks, count),
+                         moved.rows(blocks + count, count));
   }
   if (request.method != Method::kPlain) keep_features(request, rows);
   request.num_cached += count;

@@ -14,7 +14,7 @@ constexpr int64_t kMaxContext = int64_t{1} << 24;
 // The rows of a chunk all see each other, so what a pass keeps of that grows with the square.
 constexpr int64_t kMaxChunk = 4096;
 // Rows of logits held at once.
-constexpr int64_t kLogitRows = 64;
+constexpr int64_t kLogitRows = 128;
 // Rows of features kept for a drafter that has not been asked; a request that never drafts is
 // spared their cost.
 constexpr int64_t kPendingRows = 1024;
@@ -41,10 +41,10 @@ Engine::Engine(const EngineOptions& options) {
   logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, config_.vocab_size});
   token_out_ = backend_->allocate(DType::kInt32, {kLogitRows});
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
-  tree_ints_ =
-      backend_->allocate(DType::kInt32, {5, std::max(kMaxTreeBudget + 1, blocks_per_slot_)});
+  constexpr int64_t kMaxSlots = kMaxTreeBudget + 1;
+  tree_ints_ = backend_->allocate(DType::kInt32,
+                                  {std::max(2 + 5 * kMaxSlots, blocks_per_slot_ + 2 * kMaxSlots)});
   tree_logw_ = backend_->allocate(DType::kFloat64, {kMaxTreeBudget + 1});
-  tree_counts_ = backend_->allocate(DType::kInt32, {2});
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   if (!draft_) return;
   const int64_t block = draft_->config().block_size;
@@ -244,10 +244,6 @@ bool Engine::abort(int64_t request_id) {
   return true;
 }
 
-Tensor Engine::tree_array(int64_t index, int64_t size) const {
-  return tree_ints_.tensor.rows(index, 1).view({tree_ints_.tensor.dim(1)}).rows(0, size);
-}
-
 void Engine::admit() {
   while (!waiting_.empty() && !free_slots_.empty()) {
     waiting_.front()->slot = free_slots_.back();
@@ -399,11 +395,15 @@ std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix,
   KDT_CHECK_ARGUMENT(parents.size() == tokens.size(), "parents has ", parents.size(),
                      " slots, tokens has ", slots);
   std::vector<int64_t> depths(slots);
+  bool chain = true;
   for (int64_t slot = 0; slot < slots; ++slot) {
     const bool fits = slot == 0 ? parents[0] == -1 : parents[slot] >= 0 && parents[slot] < slot;
     KDT_CHECK_ARGUMENT(fits, "parents[", slot, "] is ", parents[slot], "; want ",
                        slot == 0 ? "-1" : "a slot before its own");
     depths[slot] = slot == 0 ? 0 : depths[parents[slot]] + 1;
+    chain = chain && depths[slot] == slot;
+    KDT_CHECK_ARGUMENT(chain || depths[slot] <= kMaxTreeDepth, "slot ", slot, " is at depth ",
+                       depths[slot], "; a tree that is no chain has at most ", kMaxTreeDepth);
     KDT_CHECK_ARGUMENT(prefix_len + depths[slot] < max_model_len_, "slot ", slot,
                        " is at position ", prefix_len + depths[slot], "; max_model_len is ",
                        max_model_len_);

@@ -90,8 +90,6 @@ class Engine {
   // The round of requests that are past their prompt; as many at a time as fit one pass.
   void decode(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs);
   void draft_trees(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs);
-  // Array `index` of the tree's int32 arrays, `size` entries of it.
-  Tensor tree_array(int64_t index, int64_t size) const;
   DraftTree build_tree(const Request& request, const Tensor& logits, int64_t max_depth);
   void verify(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs,
               std::vector<std::vector<int32_t>>& target_tokens);
@@ -120,8 +118,9 @@ class Engine {
   std::unique_ptr<KvCache> target_cache_, draft_cache_;
   std::unique_ptr<RowBatch> batch_, draft_batch_, context_batch_;
   Buffer logits_, token_out_, draft_logits_, row_indices_;
-  // Of one request's tree at a time, at the largest budget.
-  Buffer logprobs_, candidate_ids_, tree_ints_, tree_logw_, tree_counts_;
+  // Of one request's tree at a time, at the largest budget. What goes together to or from the
+  // device lies side by side in tree_ints_.
+  Buffer logprobs_, candidate_ids_, tree_ints_, tree_logw_;
   std::vector<Buffer> pending_features_;  // one a slot
   std::vector<int64_t> free_slots_;
   std::deque<std::unique_ptr<Request>> waiting_;

@@ -277,3 +277,11 @@ def test_the_stub_names_what_the_module_has() -> None:
             } - {"__init__"}
             have = {n for n in dir(getattr(_core, node.name)) if not n.startswith("_")}
             assert members == have, node.name
+
+
+def test_a_tree_deeper_than_any_drafter_makes_must_be_a_chain(tiny_model: Path) -> None:
+    engine = _core.Engine(str(tiny_model))
+    chain = [*range(-1, 69)]
+    assert engine.tree_logits([1, 2], [3] * 70, chain).shape[0] == 70
+    with pytest.raises(ValueError, match="slot 69 is at depth 65; a tree that is no chain"):
+        engine.tree_logits([1, 2], [3] * 70, [*range(-1, 64), 0, 1, 2, 3, 64])
