@@ -114,6 +114,7 @@ class CudaBackend final : public Backend {
   void moe_experts(const MoeExpertsArgs& args) override;
   void topk_logprobs(const TopkLogprobsArgs& args) override;
   void argmax(const Tensor& logits, const Tensor& ids) override;
+  void sample_tokens(const SampleTokensArgs& args) override;
   void tree_build(const TreeBuildArgs& args) override;
   void tree_accept(const TreeAcceptArgs& args) override;
 

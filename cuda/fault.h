@@ -16,7 +16,8 @@ enum class FaultKind : int32_t {
   kBlock,
   kParent,
   kLink,
-  kSequence
+  kSequence,
+  kUniform
 };
 
 struct Fault {

@@ -6,6 +6,8 @@
 
 namespace kdt::cuda {
 
+static_assert(kMaxTreeBudget < kMaxTreeNodes);
+
 void CudaBackend::tree_build(const TreeBuildArgs& args) {
   check_tree_build(args);
   launch_tree_build({.logprobs = args.logprobs.data<float>(),

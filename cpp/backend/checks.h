@@ -1,6 +1,8 @@
 // The shape check of each op, called by every back end before it starts.
 #pragma once
 
+#include <cmath>
+
 #include "backend/backend.h"
 
 namespace kdt {
@@ -232,6 +234,17 @@ inline void check_argmax(const Tensor& logits, const Tensor& ids) {
   KDT_CHECK(logits.ndim() == 2 && logits.dim(1) > 0, "argmax: logits ", logits.to_string());
   detail::check_f32("argmax", "logits", logits, {logits.dim(0), logits.dim(1)});
   detail::check_i32("argmax", "ids", ids, {logits.dim(0)});
+}
+
+inline void check_sample_tokens(const SampleTokensArgs& a) {
+  KDT_CHECK(a.logits.ndim() == 2 && a.logits.dim(1) > 0, "sample_tokens: logits ",
+            a.logits.to_string());
+  // 1 / temperature is what logits are multiplied by.
+  KDT_CHECK(a.temperature > 0 && std::isfinite(a.temperature) && std::isfinite(1 / a.temperature),
+            "sample_tokens: temperature ", a.temperature);
+  detail::check_f32("sample_tokens", "logits", a.logits, {a.logits.dim(0), a.logits.dim(1)});
+  detail::check_shape("sample_tokens", "uniforms", a.uniforms, DType::kFloat64, {a.logits.dim(0)});
+  detail::check_i32("sample_tokens", "ids", a.ids, {a.logits.dim(0)});
 }
 
 inline constexpr int64_t kMaxTreeBudget = 256;

@@ -121,6 +121,7 @@ class CpuBackend final : public Backend {
   void moe_experts(const MoeExpertsArgs& args) override;
   void topk_logprobs(const TopkLogprobsArgs& args) override;
   void argmax(const Tensor& logits, const Tensor& ids) override;
+  void sample_tokens(const SampleTokensArgs& args) override;
   void tree_build(const TreeBuildArgs& args) override;
   void tree_accept(const TreeAcceptArgs& args) override;
 
@@ -130,6 +131,7 @@ class CpuBackend final : public Backend {
   struct Scratch {
     std::vector<float> floats;
     std::vector<float> more_floats;
+    std::vector<double> doubles;
     std::vector<int32_t> ints;
     std::vector<int32_t> more_ints;
   };

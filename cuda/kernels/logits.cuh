@@ -6,6 +6,8 @@
 
 namespace kdt::cuda {
 
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
 // Greater numbers have greater bits, the two zeros the same; none has 0. x is not NaN.
 __device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t bits = x == 0 ? 0 : __float_as_uint(x);

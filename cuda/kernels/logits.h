@@ -3,13 +3,13 @@
 
 #include <cstdint>
 
-#include "ceil_div.h"
-
 namespace kdt::cuda {
 
 inline constexpr int64_t kLogitsChunk = 2048;
 
-inline int64_t num_logits_chunks(int64_t vocab) { return ceil_div(vocab, kLogitsChunk); }
+inline int64_t num_logits_chunks(int64_t vocab) {
+  return (vocab + kLogitsChunk - 1) / kLogitsChunk;
+}
 
 // Whether every row begins at a multiple of 16 bytes and is whole pieces of 16 bytes.
 inline bool logits_aligned(const float* logits, int64_t vocab) {

@@ -12,8 +12,6 @@ constexpr int kScanThreads = 128;
 constexpr int kScanWarps = kScanThreads / 32;
 constexpr int kQuads = kLogitsChunk / (4 * kScanThreads);
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
 // A block a chunk of a row.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(const TopkParams p) {
   auto* tops = reinterpret_cast<float*>(shared_memory());

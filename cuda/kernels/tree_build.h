@@ -14,11 +14,13 @@
 
 namespace kdt::cuda {
 
+inline constexpr int kMaxTreeNodes = 257;  // the root and the greatest budget
+
 struct TreeBuildParams {
   const float* logprobs;  // [depth, width]
   const int32_t* ids;     // [depth, width]
   int64_t depth, width;
-  int budget;  // at most kMaxTreeBudget; depth is at most kMaxTreeDepth
+  int budget;  // below kMaxTreeNodes
 
   int32_t* tokens;  // [>= budget + 1], as the others
   int32_t* parents;

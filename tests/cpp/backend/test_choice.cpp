@@ -1,4 +1,4 @@
-// Top-k log-probabilities and argmax.
+// Top-k log-probabilities, argmax and sampling.
 #include <numeric>
 
 #include "op_test.h"
@@ -92,6 +92,51 @@ KDT_TEST(any_k_up_to_the_vocabulary) {
   }
 }
 
+// Row by row against the reference; logits are rows of one length.
+void expect_topk(const Floats& logits, int64_t rows, int64_t k, const std::string& what) {
+  const auto vocab = static_cast<int64_t>(logits.size()) / rows;
+  const Top top = topk(backend(), logits, rows, k);
+  for (int64_t r = 0; r < rows; ++r) {
+    const Top expected = reference(slice(logits, r * vocab, vocab), k);
+    if (slice(top.ids, r * k, k) != expected.ids)
+      report(__FILE__, __LINE__, join(what, ": ids of row ", r));
+    const double error = max_error(slice(top.logprobs, r * k, k), expected.logprobs);
+    if (!(error < 2e-5)) report(__FILE__, __LINE__, join(what, ": row ", r, " differs by ", error));
+  }
+}
+
+KDT_TEST(rows_of_many_chunks) {
+  // 12003 is no multiple of 4, so rows begin at any address.
+  std::vector<int64_t> vocabs = {2048, 2049, 12003, 20000};
+  if (large_cases()) vocabs.push_back(163840);
+  for (int64_t vocab : vocabs) {
+    for (int64_t k : {1, 64, 256, 300}) {
+      Random random(vocab * k);
+      Floats logits = random.floats(3 * vocab, 9);
+      for (int64_t i = vocab; i < 2 * vocab; ++i)  // as they come from a model: many equals
+        logits[i] = bf16_to_float(float_to_bf16(logits[i]));
+      for (int64_t i = 2 * vocab; i < 3 * vocab; ++i) {  // few numbers beside a masked tail
+        if (i % 97 != 0) logits[i] = random.below(50) == 0 ? kNan : -kInfinity;
+      }
+      expect_topk(logits, 3, k, join(k, " of ", vocab));
+    }
+    expect_topk(Floats(vocab, 0.25f), 1, 256, join("equal logits of ", vocab));
+    Floats same(vocab, -1.0f);  // the greatest are equal and more than k
+    for (int64_t i = 5; i < vocab; i += 4) same[i] = 3;
+    expect_topk(same, 1, 100, join("equal greatest of ", vocab));
+  }
+}
+
+KDT_TEST(one_row_of_each_size) {
+  std::vector<int64_t> vocabs = {1, 31, 1000};
+  if (large_cases()) vocabs.push_back(163840);
+  for (int64_t vocab : vocabs) {
+    const Floats logits = Random(vocab).floats(vocab, 12);
+    expect_topk(logits, 1, std::min<int64_t>(vocab, 64), join("vocabulary of ", vocab));
+    EXPECT_EQ(argmax(backend(), logits, 1)[0], reference(logits, 1).ids[0]);
+  }
+}
+
 KDT_TEST(equals_and_missing_numbers) {
   Backend& b = backend();
   Top top = topk(b, {1, 1, 1, 1, 1}, 1, 5);
@@ -158,6 +203,127 @@ KDT_TEST(argmax_takes_the_first_of_equals) {
   }
   EXPECT(argmax(b, {0.0f, -0.0f, -0.0f, 0.0f}, 2) == Ints({0, 0}));
   EXPECT(argmax(b, {1, kInfinity, kNan, kInfinity}, 1) == Ints({1}));
+}
+
+KDT_TEST(argmax_of_many_chunks) {
+  Backend& b = backend();
+  const int64_t vocab = large_cases() ? 163840 : 5001, rows = large_cases() ? 65 : 7;
+  Floats logits = Random(8).floats(rows * vocab, 5);
+  Ints expected;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = logits.data() + r * vocab;
+    const int64_t first = r * 613 % vocab;
+    row[first] = row[std::min(first + 2100, vocab - 1)] = 7;  // equals in two chunks
+    if (r == 3) std::fill(row, row + vocab, -kInfinity);
+    if (r == 4) std::fill(row, row + vocab, kNan);
+    if (r == 5) std::fill(row, row + 3000, kNan);
+    if (r == 5) std::fill(row + 3000, row + vocab, -kInfinity);
+    expected.push_back(r == 3 ? 0 : r == 4 ? -1 : r == 5 ? 3000 : static_cast<int32_t>(first));
+  }
+  EXPECT(argmax(b, logits, rows) == expected);
+  for (int64_t r = 0; r < rows; r += 3)
+    EXPECT_EQ(argmax(b, slice(logits, r * vocab, vocab), 1)[0], expected[r]);
+}
+
+// Sampling.
+
+Ints sample(Backend& b, const Floats& logits, const std::vector<double>& uniforms,
+            double temperature = 1) {
+  const auto rows = static_cast<int64_t>(uniforms.size());
+  const Buffer memory = upload(b, logits, {rows, static_cast<int64_t>(logits.size()) / rows}),
+               at = upload(b, uniforms), ids = int_output(b, {rows});
+  b.sample_tokens({.logits = memory.tensor,
+                   .temperature = temperature,
+                   .uniforms = at.tensor,
+                   .ids = ids.tensor});
+  return download<int32_t>(b, ids.tensor);
+}
+
+// The cumulative probabilities up to each token, in order, [V + 1].
+std::vector<double> cumulative(const Floats& logits, double temperature) {
+  double top = -kInfinity;
+  for (float x : logits) top = x > top ? x : top;
+  std::vector<double> sums = {0};
+  for (float x : logits)
+    sums.push_back(sums.back() + (std::isnan(x) ? 0.0 : std::exp((x - top) / temperature)));
+  for (double& sum : sums) sum /= sums.back();
+  return sums;
+}
+
+KDT_TEST(samples_invert_the_cumulative_distribution) {
+  std::vector<int64_t> vocabs = {1, 3, 31, 32, 33, 1000, 2048, 2051, 9000};
+  if (large_cases()) vocabs.push_back(163840);
+  for (int64_t vocab : vocabs) {
+    for (double temperature : {0.05, 1.0, 30.0}) {
+      constexpr int64_t kRows = 12;
+      Random random(vocab);
+      Floats logits = random.floats(kRows * vocab, 6);
+      std::vector<double> uniforms;
+      for (int64_t r = 0; r < kRows; ++r) {
+        uniforms.push_back(r == 0   ? 0
+                           : r == 1 ? std::nextafter(1.0, 0.0)
+                                    : static_cast<double>(random.next() >> 11) * 0x1p-53);
+        // Nothing at either end and in between, when there is room.
+        for (int64_t i = 0; i < vocab; ++i) {
+          if (vocab > 2 && (i == 0 || i == vocab - 1 || (r % 2 == 1 && i % 5 < 3)))
+            logits[r * vocab + i] = i % 2 == 0 ? -kInfinity : kNan;
+        }
+        if (vocab > 2) logits[r * vocab + 1] = 1;
+      }
+      const Ints ids = sample(backend(), logits, uniforms, temperature);
+      for (int64_t r = 0; r < kRows; ++r) {
+        const std::vector<double> sums = cumulative(slice(logits, r * vocab, vocab), temperature);
+        const int32_t id = ids[r];
+        const bool inside = id >= 0 && id < vocab && sums[id] < sums[id + 1] &&
+                            sums[id] <= uniforms[r] + 1e-12 && uniforms[r] < sums[id + 1] + 1e-12;
+        if (!inside)
+          report(__FILE__, __LINE__,
+                 join(id, " of ", vocab, " at ", uniforms[r], ", temperature ", temperature));
+        // The row alone is sampled the same.
+        if (r % 4 == 2) {
+          EXPECT_EQ(
+              sample(backend(), slice(logits, r * vocab, vocab), {uniforms[r]}, temperature)[0],
+              id);
+        }
+      }
+    }
+  }
+}
+
+KDT_TEST(samples_are_the_same_on_every_back_end) {
+  const auto cpu = make_backend("cpu", 1);
+  const int64_t vocab = large_cases() ? 163840 : 4500, rows = large_cases() ? 65 : 16;
+  Random random(77);
+  const Floats logits = random.floats(rows * vocab, 4);
+  std::vector<double> uniforms;
+  for (int64_t r = 0; r < rows; ++r)
+    uniforms.push_back(static_cast<double>(random.next() >> 11) * 0x1p-53);
+  EXPECT(sample(backend(), logits, uniforms, 0.7) == sample(*cpu, logits, uniforms, 0.7));
+}
+
+KDT_TEST(samples_of_no_distribution) {
+  Backend& b = backend();
+  for (int64_t vocab : {1, 40, 3000}) {
+    EXPECT_EQ(sample(b, Floats(vocab, kNan), {0.5})[0], -1);
+    EXPECT_EQ(sample(b, Floats(vocab, -kInfinity), {0.5})[0], -1);
+    Floats logits(vocab, 0.0f);
+    logits[vocab / 2] = kInfinity;
+    EXPECT_EQ(sample(b, logits, {0.5})[0], -1);
+    logits.assign(vocab, kNan);
+    logits[vocab - 1] = -3;  // the only number
+    EXPECT_EQ(sample(b, logits, {0.0})[0], vocab - 1);
+  }
+  // Far apart: exponentials beyond every float64.
+  EXPECT_EQ(sample(b, {-3e38f, 3e38f, -3e38f}, {0.999}, 1e-3)[0], 1);
+}
+
+KDT_TEST(impossible_samples_are_refused) {
+  Backend& b = backend();
+  for (double temperature : {0.0, -1.0, static_cast<double>(kNan), HUGE_VAL, 1e-310})
+    EXPECT_THROWS("sample_tokens: temperature", sample(b, {1, 2}, {0.5}, temperature));
+  for (double uniform : {1.0, -1e-9, static_cast<double>(kNan)})
+    EXPECT_THROWS("uniform", sample(b, {1, 2, 1, 2}, {0.5, uniform}));
+  EXPECT(sample(b, {1, 2}, {0.1}) == Ints({0}));  // the fault is gone
 }
 
 KDT_TEST(impossible_choices_are_refused) {

@@ -117,38 +117,78 @@ Tree slow_build(const Floats& logprobs, const Ints& ids, int64_t depth, int64_t 
   return tree;
 }
 
+// Random candidates, each row descending: rounded to bf16, or to eighths for many equal sums, and
+// some with a tail that is no number.
+void random_candidates(Random& random, int64_t depth, int64_t width, bool eighths, Floats& logprobs,
+                       Ints& ids) {
+  for (int64_t d = 0; d < depth; ++d) {
+    Floats row;
+    for (int64_t r = 0; r < width; ++r) {
+      const float x = bf16_to_float(float_to_bf16(-4 + random.uniform(3.99f)));
+      row.push_back(eighths ? std::round(x * 2) / 8 : x);
+    }
+    std::sort(row.begin(), row.end(), std::greater<float>());
+    if (random.below(6) == 0) {
+      for (int64_t r = random.below(width); r < width; ++r)
+        row[r] = random.below(4) == 0 ? kNan : -kInfinity;
+    }
+    append(logprobs, row);
+    for (int64_t r = 0; r < width; ++r) ids.push_back(static_cast<int32_t>(random.below(1000)));
+  }
+}
+
+void expect_slow_build(const Floats& logprobs, const Ints& ids, int64_t depth, int64_t width,
+                       int64_t budget) {
+  const Tree tree = build(backend(), logprobs, ids, depth, width, budget);
+  const Tree slow = slow_build(logprobs, ids, depth, width, budget);
+  if (tree.tokens != slow.tokens || tree.parents != slow.parents || tree.depths != slow.depths ||
+      tree.first_child != slow.first_child || tree.next_sibling != slow.next_sibling ||
+      tree.logw != slow.logw) {
+    report(__FILE__, __LINE__, join("depth ", depth, ", width ", width, ", budget ", budget));
+  }
+}
+
 KDT_TEST(random_inputs_against_a_slow_build) {
-  Backend& b = backend();
   Random random(2026);
-  for (int i = 0; i < 500; ++i) {
+  for (int i = 0; i < (large_cases() ? 10000 : 500); ++i) {
     const int64_t depth = 1 + random.below(8), width = 1 + random.below(12),
                   budget = random.below(41);
     Floats logprobs;
     Ints ids;
-    for (int64_t d = 0; d < depth; ++d) {
-      Floats row;
-      // Rounded to bf16, and every other time to eighths: many equal sums.
-      for (int64_t r = 0; r < width; ++r) {
-        const float x = bf16_to_float(float_to_bf16(-4 + random.uniform(3.99f)));
-        row.push_back(i % 2 == 0 ? x : std::round(x * 2) / 8);
+    random_candidates(random, depth, width, i % 2 == 1, logprobs, ids);
+    expect_slow_build(logprobs, ids, depth, width, budget);
+  }
+}
+
+KDT_TEST(every_size_against_a_slow_build) {
+  Random random(4);
+  for (int64_t depth : {1, 2, 15, 64}) {
+    for (int64_t width : {1, 2, 31, 64, 65, 256}) {
+      for (int64_t budget : {0, 1, 63, 64, 65, 255, 256}) {
+        Floats logprobs;
+        Ints ids;
+        random_candidates(random, depth, width, budget % 2 == 0, logprobs, ids);
+        expect_slow_build(logprobs, ids, depth, width, budget);
       }
-      std::sort(row.begin(), row.end(), std::greater<float>());
-      if (random.below(6) == 0) {
-        for (int64_t r = random.below(width); r < width; ++r)
-          row[r] = random.below(4) == 0 ? kNan : -kInfinity;
-      }
-      logprobs.insert(logprobs.end(), row.begin(), row.end());
-      for (int64_t r = 0; r < width; ++r) ids.push_back(static_cast<int32_t>(random.below(1000)));
-    }
-    const Tree tree = build(b, logprobs, ids, depth, width, budget);
-    const Tree slow = slow_build(logprobs, ids, depth, width, budget);
-    if (tree.tokens != slow.tokens || tree.parents != slow.parents || tree.depths != slow.depths ||
-        tree.first_child != slow.first_child || tree.next_sibling != slow.next_sibling ||
-        tree.logw != slow.logw) {
-      report(__FILE__, __LINE__,
-             join("case ", i, ": depth ", depth, ", width ", width, ", budget ", budget));
     }
   }
+  expect_slow_build({}, {}, 0, 5, 3);
+  expect_slow_build({}, {}, 3, 0, 3);
+}
+
+KDT_TEST(sums_that_are_no_log_probabilities) {
+  // Any float is summed and ordered: positive ones, both zeros, what overflows f32 only.
+  const Floats logprobs = {3e38f, 2.0f,  -0.0f, 0.0f,  3e38f, 1.0f,
+                           0.0f,  -0.0f, -0.0f, -0.0f, 0.0f,  -3e38f};
+  const Ints ids = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+  for (int64_t depth : {1, 2, 3, 4, 6}) {
+    for (int64_t budget : {1, 5, 100}) expect_slow_build(logprobs, ids, depth, 12 / depth, budget);
+  }
+  expect_slow_build({kInfinity, 0}, {1, 2}, 1, 2, 3);
+  expect_slow_build({kNan, 0}, {1, 2}, 1, 2, 3);
+  expect_slow_build({0, kNan, 0}, {1, 2, 3}, 1, 3, 3);
+  // The bits of zeros are those of the sums.
+  EXPECT(same_bits(build(backend(), {-0.0f, -0.0f}, {1, 2}, 2, 1, 2).logw, {0.0, -0.0, -0.0}));
 }
 
 KDT_TEST(the_largest_tree) {
@@ -228,17 +268,50 @@ KDT_TEST(accept_of_the_root_alone) {
   EXPECT_EQ(accept(backend(), {-1, 7}, {1, -1}, {-1, -1}, {-1, 3}).length, 1);
 }
 
+KDT_TEST(accept_of_random_trees) {
+  Random random(11);
+  for (int i = 0; i < (large_cases() ? 10000 : 500); ++i) {
+    const int64_t slots = 1 + random.below(i % 50 == 0 ? 257 : 20);
+    Ints tokens = {-1}, parents = {-1}, target;
+    Ints first_child(slots, -1), next_sibling(slots, -1);
+    for (int64_t slot = 1; slot < slots; ++slot) {
+      tokens.push_back(static_cast<int32_t>(random.below(6)));  // siblings may carry the same
+      // Chains, stars and what lies between.
+      parents.push_back(static_cast<int32_t>(i % 4 == 0 ? slot - 1 : random.below(slot)));
+    }
+    for (int64_t slot = slots; slot-- > 1;) {
+      next_sibling[slot] = first_child[parents[slot]];
+      first_child[parents[slot]] = static_cast<int32_t>(slot);
+    }
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const bool follows = slot + 1 < slots && random.below(4) != 0;
+      target.push_back(follows ? tokens[slot + 1] : static_cast<int32_t>(random.below(6)));
+    }
+    Ints walked = {0};
+    for (int64_t slot = 1; slot < slots; ++slot) {
+      if (parents[slot] == walked.back() && tokens[slot] == target[walked.back()])
+        walked.push_back(static_cast<int32_t>(slot));
+    }
+    const Accepted result = accept(backend(), tokens, first_child, next_sibling, target);
+    if (result.slots != walked || result.bonus != target[walked.back()])
+      report(__FILE__, __LINE__, join("case ", i, " of ", slots, " slots"));
+  }
+}
+
 KDT_TEST(accept_refuses_links_that_lead_astray) {
-  if (device() != "cpu") return;
   Backend& b = backend();
-  EXPECT_THROWS("tree_accept: link from slot 0 to 3",
-                accept(b, {-1, 7, 8}, {3, -1, -1}, {-1, -1, -1}, {7, 0, 0}));
-  EXPECT_THROWS("tree_accept: link from slot 0 to 0",
-                accept(b, {-1, 7, 8}, {0, -1, -1}, {-1, -1, -1}, {7, 0, 0}));
-  EXPECT_THROWS("tree_accept: link from slot 1 to 1",
-                accept(b, {-1, 7, 8}, {1, -1, -1}, {-1, 1, -1}, {8, 0, 0}));
-  EXPECT_THROWS("tree_accept: link from slot 0 to -2",
-                accept(b, {-1, 7, 8}, {-2, -1, -1}, {-1, -1, -1}, {8, 0, 0}));
+  // On a GPU the fault is reported at the next synchronization.
+  const auto message = [](int from, int to) {
+    return on_cpu() ? join("tree_accept: link from slot ", from, " to ", to)
+                    : join("link to slot ", to, " at row ", from);
+  };
+  EXPECT_THROWS(message(0, 3), accept(b, {-1, 7, 8}, {3, -1, -1}, {-1, -1, -1}, {7, 0, 0}));
+  EXPECT_THROWS(message(0, 0), accept(b, {-1, 7, 8}, {0, -1, -1}, {-1, -1, -1}, {7, 0, 0}));
+  EXPECT_THROWS(message(1, 1), accept(b, {-1, 7, 8}, {1, -1, -1}, {-1, 1, -1}, {8, 0, 0}));
+  EXPECT_THROWS(message(0, -2), accept(b, {-1, 7, 8}, {-2, -1, -1}, {-1, -1, -1}, {8, 0, 0}));
+  EXPECT_THROWS(message(2, 1), accept(b, {-1, 7, 8}, {2, -1, -1}, {-1, -1, 1}, {9, 0, 0}));
+  // What the walk does not reach is not looked at, and no fault is left over.
+  EXPECT_EQ(accept(b, {-1, 7, 8}, {1, 99, -1}, {-1, 2, 99}, {8, 0, 0}).length, 2);
 }
 
 }  // namespace
