@@ -51,76 +51,104 @@ using std::isnan;
 using std::max;
 using std::min;
 
-inline void __syncthreads() { emulator::sync_block(); }
-inline void __syncwarp(unsigned = 0xFFFFFFFFu) {
-  uint32_t nothing = 0;
-  emulator::meet_warp("__syncwarp", &nothing, 1, &nothing, 0,
-                      [](const emulator::Table&, emulator::Table&) {});
+inline void __syncthreads(emulator::Where where = emulator::Where::current()) {
+  emulator::sync_block(where);
 }
 inline void __threadfence() {}
 
 namespace emulator {
+inline void check_mask(unsigned mask) {
+  if (mask != 0xFFFFFFFFu) fail("a collective of a part of a warp");
+}
 template <typename T, typename Source>
-T shuffle(const char* name, T value, const Source& source) {
+T shuffle(const char* name, unsigned mask, T value, Where where, const Source& source) {
   static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  check_mask(mask);
   uint32_t words[2] = {};
   std::memcpy(words, &value, sizeof(T));
-  meet_warp(name, words, 2, words, 2, [&](const Table& in, Table& out) {
-    for (int l = 0; l < 32; ++l) {
-      const int from = source(l);
-      std::memcpy(out[l], in[from >= 0 && from < 32 ? from : l], 8);
-    }
-  });
+  meet_warp(
+      name, words, 2, words, 2,
+      [&](const Table& in, Table& out) {
+        for (int l = 0; l < 32; ++l) {
+          const int from = source(l);
+          std::memcpy(out[l], in[from >= 0 && from < 32 ? from : l], 8);
+        }
+      },
+      where);
   std::memcpy(&value, words, sizeof(T));
   return value;
 }
-// A word of each lane combined into one for all.
+// A bit of each lane combined into one word for all.
 template <typename Combine>
-uint32_t vote(const char* name, bool predicate, const Combine& combine) {
+uint32_t vote(const char* name, unsigned mask, bool predicate, Where where,
+              const Combine& combine) {
+  check_mask(mask);
   uint32_t word = predicate;
-  meet_warp(name, &word, 1, &word, 1, [&](const Table& in, Table& out) {
-    uint32_t ballot = 0;
-    for (int l = 0; l < 32; ++l) ballot |= (in[l][0] & 1u) << l;
-    for (int l = 0; l < 32; ++l) out[l][0] = combine(ballot);
-  });
+  meet_warp(
+      name, &word, 1, &word, 1,
+      [&](const Table& in, Table& out) {
+        uint32_t ballot = 0;
+        for (int l = 0; l < 32; ++l) ballot |= (in[l][0] & 1u) << l;
+        for (int l = 0; l < 32; ++l) out[l][0] = combine(ballot);
+      },
+      where);
   return word;
 }
 }  // namespace emulator
 
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu,
+                       emulator::Where where = emulator::Where::current()) {
+  emulator::check_mask(mask);
+  uint32_t nothing = 0;
+  emulator::meet_warp(
+      "__syncwarp", &nothing, 1, &nothing, 0, [](const emulator::Table&, emulator::Table&) {},
+      where);
+}
+// Each lane names its own source.
 template <typename T>
-T __shfl_sync(unsigned, T value, int from) {
-  // Each lane names its own source.
+T __shfl_sync(unsigned mask, T value, int from,
+              emulator::Where where = emulator::Where::current()) {
+  emulator::check_mask(mask);
   uint32_t words[3] = {0, 0, static_cast<uint32_t>(from)};
   std::memcpy(words, &value, sizeof(T));
-  emulator::meet_warp("__shfl_sync", words, 3, words, 2,
-                      [](const emulator::Table& in, emulator::Table& out) {
-                        for (int l = 0; l < 32; ++l) std::memcpy(out[l], in[in[l][2] % 32], 8);
-                      });
+  emulator::meet_warp(
+      "__shfl_sync", words, 3, words, 2,
+      [](const emulator::Table& in, emulator::Table& out) {
+        for (int l = 0; l < 32; ++l) std::memcpy(out[l], in[in[l][2] % 32], 8);
+      },
+      where);
   std::memcpy(&value, words, sizeof(T));
   return value;
 }
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
-  return emulator::shuffle("__shfl_xor_sync", value, [=](int l) { return l ^ mask; });
+T __shfl_xor_sync(unsigned mask, T value, int lanes,
+                  emulator::Where where = emulator::Where::current()) {
+  return emulator::shuffle("__shfl_xor_sync", mask, value, where, [=](int l) { return l ^ lanes; });
 }
 template <typename T>
-T __shfl_down_sync(unsigned, T value, int by) {
-  return emulator::shuffle("__shfl_down_sync", value, [=](int l) { return l + by; });
+T __shfl_down_sync(unsigned mask, T value, int by,
+                   emulator::Where where = emulator::Where::current()) {
+  return emulator::shuffle("__shfl_down_sync", mask, value, where, [=](int l) { return l + by; });
 }
 template <typename T>
-T __shfl_up_sync(unsigned, T value, int by) {
-  return emulator::shuffle("__shfl_up_sync", value, [=](int l) { return l - by; });
+T __shfl_up_sync(unsigned mask, T value, int by,
+                 emulator::Where where = emulator::Where::current()) {
+  return emulator::shuffle("__shfl_up_sync", mask, value, where, [=](int l) { return l - by; });
 }
-inline unsigned __ballot_sync(unsigned, bool predicate) {
-  return emulator::vote("__ballot_sync", predicate, [](uint32_t ballot) { return ballot; });
+inline unsigned __ballot_sync(unsigned mask, bool predicate,
+                              emulator::Where where = emulator::Where::current()) {
+  return emulator::vote("__ballot_sync", mask, predicate, where,
+                        [](uint32_t ballot) { return ballot; });
 }
-inline int __any_sync(unsigned, bool predicate) {
-  return static_cast<int>(
-      emulator::vote("__any_sync", predicate, [](uint32_t ballot) { return ballot != 0; }));
+inline int __any_sync(unsigned mask, bool predicate,
+                      emulator::Where where = emulator::Where::current()) {
+  return static_cast<int>(emulator::vote("__any_sync", mask, predicate, where,
+                                         [](uint32_t ballot) { return ballot != 0; }));
 }
-inline int __all_sync(unsigned, bool predicate) {
-  return static_cast<int>(
-      emulator::vote("__all_sync", predicate, [](uint32_t b) { return b == 0xFFFFFFFFu; }));
+inline int __all_sync(unsigned mask, bool predicate,
+                      emulator::Where where = emulator::Where::current()) {
+  return static_cast<int>(emulator::vote("__all_sync", mask, predicate, where,
+                                         [](uint32_t b) { return b == 0xFFFFFFFFu; }));
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -1,162 +1,257 @@
 #include "emulator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "fibre.h"
 
 namespace emulator {
 namespace {
 
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 32;
+constexpr int64_t kGuard = 1024;  // on either side of the shared memory, checked after each block
+
 struct Copy {
   uint32_t to;
   const void* from;
   bool valid;
+  int group;
 };
 
 struct Thread {
   Fibre fibre;
-  bool done = false;
-  bool waiting = false;       // for others; cleared by them
-  uint64_t barrier_seen = 0;  // the barrier's generation it waits to pass
-  std::deque<std::vector<Copy>> copies;
+  std::vector<Copy> copies;  // under way, in the order of issue
+  int groups = 0;            // committed
+};
+
+// Where threads wait for others.
+struct Meeting {
+  const char* name = nullptr;
+  Where where;
 };
 
 struct Warp {
-  uint64_t generation = 0;
-  int arrived = 0;
-  const char* name = nullptr;
+  int place = 0;                                          // in the block's order of warps
+  uint32_t ready = 0, done = 0, at_barrier = 0, met = 0;  // lanes
+  Meeting meeting;
   Table in, out;
 };
 
-struct Block {
+// The block that runs in this thread, and memory kept from launch to launch.
+struct Machine {
   std::vector<std::unique_ptr<Thread>> threads;
-  std::vector<Warp> warps;
+  Warp warps[kMaxWarps];
+  std::vector<unsigned char> memory;
   unsigned char* shared = nullptr;
   int64_t shared_bytes = 0;
-  uint64_t barrier_generation = 0;
-  int barrier_arrived = 0;
-  int alive = 0;
-  int current = 0;
-  bool progress = false;
+  int num_threads = 0;
+  int current = -1;           // thread; -1 outside of launch()
+  int order[kMaxWarps] = {};  // warps in random order
+  uint32_t ready = 0;         // places in it of warps with lanes that can run
+  bool some_ahead = false;    // the first of these does
+  int num_at_barrier = 0, num_done = 0;
+  Meeting barrier;
   std::exception_ptr error;
   const std::function<void()>* body = nullptr;
-  std::mt19937 random{std::random_device{}()};
+  uint64_t state = 0;  // of random numbers
+  uint32_t seed = 0;
+  bool seeded = false;
+
+  int num_warps() const { return num_threads / kWarp; }
+  Warp& warp() { return warps[current / kWarp]; }
+  uint32_t lane_bit() const { return 1u << (current % kWarp); }
+
+  void make_ready(Warp& w, uint32_t lanes) {
+    w.ready |= lanes;
+    if (lanes != 0) ready |= 1u << w.place;
+  }
+
+  // splitmix64
+  uint64_t random() {
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
 };
 
-thread_local Block* block = nullptr;
+thread_local Machine machine;
 
-[[noreturn]] void fail(const std::string& what) {
-  throw std::runtime_error("emulator: " + what + " (block " + std::to_string(blockIdx.x) + ", " +
-                           std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) +
-                           ", thread " + std::to_string(threadIdx.x) + ")");
+std::string text(const Meeting& meeting) {
+  const std::string file = meeting.where.file_name();
+  return std::string(meeting.name) + " (" + file.substr(file.rfind('/') + 1) + ":" +
+         std::to_string(meeting.where.line()) + ")";
 }
 
-Thread& self() { return *block->threads[block->current]; }
-
-void pause() { self().fibre.leave(); }
-
-int warp_size(int warp) {
-  return std::min<int>(32, static_cast<int>(block->threads.size()) - 32 * warp);
+bool same(const Meeting& a, const Meeting& b) {
+  const auto equal = [](const char* x, const char* y) { return x == y || std::strcmp(x, y) == 0; };
+  return a.where.line() == b.where.line() && equal(a.name, b.name) &&
+         equal(a.where.file_name(), b.where.file_name());
 }
+
+void pause() { machine.threads[machine.current]->fibre.leave(); }
 
 void release_barrier_if_full() {
-  if (block->barrier_arrived == 0 || block->barrier_arrived < block->alive) return;
-  block->barrier_arrived = 0;
-  ++block->barrier_generation;
-  block->progress = true;
+  Machine& m = machine;
+  if (m.num_at_barrier == 0 || m.num_at_barrier + m.num_done < m.num_threads) return;
+  for (int w = 0; w < m.num_warps(); ++w) {
+    Warp& warp = m.warps[w];
+    if (warp.done != 0 && warp.at_barrier != 0)
+      fail("a part of warp " + std::to_string(w) + " has ended, the others are at " +
+           text(m.barrier));
+    m.make_ready(warp, warp.at_barrier);
+    warp.at_barrier = 0;
+  }
+  m.num_at_barrier = 0;
 }
 
 void run_thread() {
+  Machine& m = machine;
   try {
-    (*block->body)();
-    if (self().copies.size() > 1 || (!self().copies.empty() && !self().copies.front().empty()))
+    (*m.body)();
+    if (!m.threads[m.current]->copies.empty())
       fail("a thread ended with asynchronous copies under way");
+    m.warp().done |= m.lane_bit();
+    ++m.num_done;
+    release_barrier_if_full();
   } catch (...) {
-    if (!block->error) block->error = std::current_exception();
+    if (!m.error) m.error = std::current_exception();
   }
-  self().done = true;
-  --block->alive;
-  block->progress = true;
-  release_barrier_if_full();
+}
+
+// A bit that is set, any of them; `random` is a number below 32.
+int random_bit(uint32_t bits, uint32_t random) {
+  return (__builtin_ctz(std::rotr(bits, static_cast<int>(random))) + static_cast<int>(random)) % 32;
+}
+
+// Takes the next thread to run; -1 when none can.
+int take_thread() {
+  Machine& m = machine;
+  if (m.ready == 0) return -1;
+  const uint64_t random = m.random();
+  const int place = m.some_ahead ? __builtin_ctz(m.ready) : random_bit(m.ready, random >> 59);
+  Warp& warp = m.warps[m.order[place]];
+  const int lane = random_bit(warp.ready, random >> 54 & 31);
+  warp.ready &= ~(1u << lane);
+  if (warp.ready == 0) m.ready &= ~(1u << place);
+  return m.order[place] * kWarp + lane;
+}
+
+[[noreturn]] void fail_stuck() {
+  Machine& m = machine;
+  std::string what = "threads wait for others that never come: ";
+  if (m.num_at_barrier > 0) what += std::to_string(m.num_at_barrier) + " at " + text(m.barrier);
+  for (int w = 0; w < m.num_warps(); ++w) {
+    if (m.warps[w].met == 0) continue;
+    what += (what.back() == ' ' ? "" : ", ") + std::to_string(__builtin_popcount(m.warps[w].met)) +
+            " lanes of warp " + std::to_string(w) + " at " + text(m.warps[w].meeting);
+  }
+  fail(what);
 }
 
 void run_block() {
-  std::vector<int> order(block->threads.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
-  while (block->alive > 0 && !block->error) {
-    std::shuffle(order.begin(), order.end(), block->random);
-    block->progress = false;
-    for (const int t : order) {
-      Thread& thread = *block->threads[t];
-      if (thread.done) continue;
-      block->current = t;
-      threadIdx = {static_cast<unsigned>(t), 0, 0};
-      thread.fibre.enter();
-      if (block->error) break;
-    }
-    if (!block->progress && block->alive > 0 && !block->error)
-      fail("threads wait for others that never come: a barrier or collective not all reach");
+  Machine& m = machine;
+  std::fill_n(m.shared - kGuard, m.shared_bytes + 2 * kGuard, static_cast<unsigned char>(0xFF));
+  m.num_at_barrier = m.num_done = 0;
+  for (int w = 0; w < m.num_warps(); ++w) {
+    m.order[w] = w;
+    std::swap(m.order[w], m.order[m.random() % (w + 1)]);
   }
-  if (block->error) std::rethrow_exception(block->error);
+  m.ready = 0;
+  for (int place = 0; place < m.num_warps(); ++place) {
+    Warp& warp = m.warps[m.order[place]];
+    warp.place = place;
+    warp.ready = warp.done = warp.at_barrier = warp.met = 0;
+    m.make_ready(warp, 0xFFFFFFFFu);
+  }
+  m.some_ahead = m.random() % 2 == 0;
+  for (int t = 0; t < m.num_threads; ++t) {
+    m.threads[t]->copies.clear();
+    m.threads[t]->groups = 0;
+    m.threads[t]->fibre.prepare(run_thread);
+  }
+  while (m.num_done < m.num_threads) {
+    m.current = take_thread();
+    if (m.current < 0) {
+      m.current = 0;
+      fail_stuck();
+    }
+    threadIdx = {static_cast<unsigned>(m.current), 0, 0};
+    m.threads[m.current]->fibre.enter();
+    if (m.error) std::rethrow_exception(m.error);
+  }
+  for (int64_t i = 0; i < kGuard; ++i) {
+    if (m.shared[m.shared_bytes + i] != 0xFF || m.shared[-1 - i] != 0xFF)
+      fail("a write outside the " + std::to_string(m.shared_bytes) + " bytes of shared memory");
+  }
 }
 
 }  // namespace
 
+void fail(const std::string& what) {
+  throw std::runtime_error("emulator: " + what + " (block " + std::to_string(blockIdx.x) + ", " +
+                           std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) +
+                           ", thread " + std::to_string(threadIdx.x) +
+                           ", KDT_EMULATOR_SEED=" + std::to_string(machine.seed) + ")");
+}
+
+void set_seed(uint32_t seed) {
+  machine.seed = seed;
+  machine.state = seed;
+  machine.seeded = true;
+}
+
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::function<void()>& body) {
-  if (num_threads < 1 || num_threads > 1024) fail("a block of " + std::to_string(num_threads));
-  Block mine;
-  if (const char* seed = std::getenv("KDT_EMULATOR_SEED")) mine.random.seed(std::atoi(seed));
-  // 128 bytes of guard behind, checked after each block.
-  constexpr int64_t kGuard = 128;
-  std::vector<unsigned char> memory(shared_bytes + 128 + kGuard);
-  mine.shared = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128) % 128;
-  mine.shared_bytes = shared_bytes;
-  mine.body = &body;
-  for (int t = 0; t < num_threads; ++t) mine.threads.push_back(std::make_unique<Thread>());
-  mine.warps.resize((num_threads + 31) / 32);
-  Block* const outer = block;
-  block = &mine;
-  struct Restore {
-    Block* outer;
-    ~Restore() { block = outer; }
-  } restore{outer};
+  Machine& m = machine;
+  if (m.current >= 0) fail("a kernel starts a kernel");
+  if (num_threads < kWarp || num_threads > kWarp * kMaxWarps || num_threads % kWarp != 0)
+    fail("a block of " + std::to_string(num_threads) + " threads");
+  if (!m.seeded) {
+    const char* seed = std::getenv("KDT_EMULATOR_SEED");
+    set_seed(seed != nullptr ? static_cast<uint32_t>(std::atoll(seed)) : std::random_device()());
+  }
+  while (static_cast<int>(m.threads.size()) < num_threads)
+    m.threads.push_back(std::make_unique<Thread>());
+  constexpr int64_t kAlignment = 128;
+  m.memory.resize(std::max<size_t>(m.memory.size(), shared_bytes + 2 * kGuard + kAlignment));
+  unsigned char* const first = m.memory.data() + kGuard;
+  m.shared = first + (kAlignment - reinterpret_cast<uintptr_t>(first) % kAlignment) % kAlignment;
+  m.shared_bytes = shared_bytes;
+  m.num_threads = num_threads;
+  m.body = &body;
+  m.error = nullptr;
+  struct Outside {
+    ~Outside() { machine.current = -1; }
+  } outside;
   blockDim = dim3(num_threads);
   gridDim = grid;
-  for (unsigned z = 0; z < grid.z; ++z) {
-    for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        blockIdx = {x, y, z};
-        std::memset(mine.shared, 0xFF, shared_bytes + kGuard);
-        for (Warp& warp : mine.warps) warp = Warp();
-        mine.barrier_arrived = 0;
-        mine.alive = num_threads;
-        for (auto& thread : mine.threads) {
-          thread->done = false;
-          thread->copies.assign(1, {});
-          thread->fibre.prepare(run_thread);
-        }
-        run_block();
-        for (int64_t i = 0; i < kGuard; ++i) {
-          if (mine.shared[shared_bytes + i] != 0xFF) fail("a write behind the shared memory");
-        }
-      }
-    }
+  std::vector<int64_t> blocks(static_cast<int64_t>(grid.x) * grid.y * grid.z);
+  std::iota(blocks.begin(), blocks.end(), int64_t{0});
+  for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[m.random() % i]);
+  for (const int64_t block : blocks) {
+    const int64_t plane = static_cast<int64_t>(grid.x) * grid.y;
+    blockIdx = {static_cast<unsigned>(block % grid.x),
+                static_cast<unsigned>(block % plane / grid.x),
+                static_cast<unsigned>(block / plane)};
+    run_block();
   }
 }
 
-unsigned char* shared_memory() { return block->shared; }
+unsigned char* shared_memory() { return machine.shared; }
 
 uint32_t shared_offset(const void* pointer) {
-  const int64_t offset = static_cast<const unsigned char*>(pointer) - block->shared;
-  if (offset < 0 || offset > block->shared_bytes) fail("a pointer outside the shared memory");
+  const int64_t offset = static_cast<const unsigned char*>(pointer) - machine.shared;
+  if (offset < 0 || offset > machine.shared_bytes) fail("a pointer outside the shared memory");
   return static_cast<uint32_t>(offset);
 }
 
@@ -164,61 +259,68 @@ unsigned char* shared_at(uint32_t offset, uint32_t bytes, uint32_t alignment) {
   if (offset % alignment != 0)
     fail("shared address " + std::to_string(offset) + " is no multiple of " +
          std::to_string(alignment));
-  if (static_cast<int64_t>(offset) + bytes > block->shared_bytes)
+  if (static_cast<int64_t>(offset) + bytes > machine.shared_bytes)
     fail("shared bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") of " +
-         std::to_string(block->shared_bytes));
-  return block->shared + offset;
+         std::to_string(machine.shared_bytes));
+  return machine.shared + offset;
 }
 
-int lane() { return block->current % 32; }
-
-void sync_block() {
-  const uint64_t generation = block->barrier_generation;
-  ++block->barrier_arrived;
+void sync_block(Where where) {
+  Machine& m = machine;
+  const Meeting mine = {"__syncthreads", where};
+  if (m.num_at_barrier == 0) m.barrier = mine;
+  if (!same(m.barrier, mine))
+    fail("threads of one block are at " + text(m.barrier) + " and at " + text(mine));
+  m.warp().at_barrier |= m.lane_bit();
+  ++m.num_at_barrier;
   release_barrier_if_full();
-  while (block->barrier_generation == generation) pause();
+  pause();
 }
 
-void meet_warp(const char* name, const uint32_t* in, int num_in, uint32_t* out, int num_out,
-               const std::function<void(const Table& in, Table& out)>& combine) {
-  const int index = block->current / 32;
-  Warp& warp = block->warps[index];
-  if (warp.arrived == 0) warp.name = name;
-  if (std::strcmp(warp.name, name) != 0)
-    fail(std::string("lanes of one warp are at ") + warp.name + " and at " + name);
-  std::memcpy(warp.in[lane()], in, num_in * sizeof(uint32_t));
-  const uint64_t generation = warp.generation;
-  if (++warp.arrived == warp_size(index)) {
-    combine(warp.in, warp.out);
-    warp.arrived = 0;
-    ++warp.generation;
-    block->progress = true;
+void detail::meet_warp(const char* name, const uint32_t* in, int num_in, uint32_t* out, int num_out,
+                       void (*combine)(const void*, const Table&, Table&), const void* context,
+                       Where where) {
+  Machine& m = machine;
+  Warp& warp = m.warp();
+  const int lane = m.current % kWarp;
+  const Meeting mine = {name, where};
+  if (warp.met == 0) warp.meeting = mine;
+  if (!same(warp.meeting, mine))
+    fail("lanes of one warp are at " + text(warp.meeting) + " and at " + text(mine));
+  std::memcpy(warp.in[lane], in, num_in * sizeof(uint32_t));
+  warp.met |= 1u << lane;
+  if (warp.met == 0xFFFFFFFFu) {
+    combine(context, warp.in, warp.out);
+    m.make_ready(warp, ~(1u << lane));
+    warp.met = 0;
   } else {
-    while (warp.generation == generation) pause();
+    pause();
   }
-  // The next meeting cannot begin before every lane has left this one, since all must arrive.
-  std::memcpy(out, warp.out[lane()], num_out * sizeof(uint32_t));
+  // The next meeting cannot end before every lane has left this one, since all must arrive.
+  std::memcpy(out, warp.out[lane], num_out * sizeof(uint32_t));
 }
 
 void copy_async(uint32_t to, const void* from, bool valid) {
-  shared_at(to, 16, 16);
+  unsigned char* target = shared_at(to, 16, 16);
   if (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fail("an asynchronous copy from an address that is no multiple of 16");
-  self().copies.back().push_back({to, from, valid});
+  std::memset(target, 0xFF, 16);
+  Thread& thread = *machine.threads[machine.current];
+  thread.copies.push_back({to, from, valid, thread.groups});
 }
 
-void commit_async() { self().copies.emplace_back(); }
+void commit_async() { ++machine.threads[machine.current]->groups; }
 
 void wait_async(int pending) {
-  auto& copies = self().copies;
-  while (static_cast<int>(copies.size()) - 1 > pending) {
-    for (const Copy& copy : copies.front()) {
-      unsigned char* to = shared_at(copy.to, 16, 16);
-      copy.valid ? static_cast<void>(std::memcpy(to, copy.from, 16))
-                 : static_cast<void>(std::memset(to, 0, 16));
-    }
-    copies.pop_front();
+  Thread& thread = *machine.threads[machine.current];
+  size_t landed = 0;
+  for (; landed < thread.copies.size(); ++landed) {
+    const Copy& copy = thread.copies[landed];
+    if (copy.group >= thread.groups - pending) break;
+    unsigned char* to = machine.shared + copy.to;
+    copy.valid ? std::memcpy(to, copy.from, 16) : std::memset(to, 0, 16);
   }
+  thread.copies.erase(thread.copies.begin(), thread.copies.begin() + static_cast<int64_t>(landed));
 }
 
 }  // namespace emulator

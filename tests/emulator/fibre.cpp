@@ -1,24 +1,49 @@
 #include "fibre.h"
 
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cstddef>
-#include <vector>
+#include <cstdint>
+#include <new>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;
+// Pages that are not touched cost nothing; the last in the way of a stack that grows too far ends
+// the process.
+class Stack {
+ public:
+  static constexpr size_t kBytes = 256 * 1024, kGuardBytes = 4096;
+
+  Stack() {
+    void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    begin_ = static_cast<char*>(memory);
+    mprotect(begin_, kGuardBytes, PROT_NONE);
+  }
+  ~Stack() { munmap(begin_, kBytes); }
+  Stack(const Stack&) = delete;
+  Stack& operator=(const Stack&) = delete;
+
+  char* data() const { return begin_ + kGuardBytes; }
+  static constexpr size_t size() { return kBytes - kGuardBytes; }
+
+ private:
+  char* begin_ = nullptr;
+};
 
 }  // namespace
 
 #if defined(__x86_64__)
 // Saves what a function must preserve on the present stack, leaves its pointer in *save and
-// continues on the stack `load`.
+// continues on the stack `load`. It jumps, as a processor mistakes where `ret` goes.
 extern "C" void kdt_switch_stack(void** save, void* load);
 asm(R"(
 .text
@@ -39,13 +64,14 @@ kdt_switch_stack:
   popq %r12
   popq %rbx
   popq %rbp
-  ret
+  popq %rcx
+  jmp *%rcx
 .size kdt_switch_stack, .-kdt_switch_stack
 )");
 #endif
 
 struct Fibre::State {
-  std::vector<char> stack = std::vector<char>(kStackBytes);
+  Stack stack;
   void (*entry)() = nullptr;
 #if defined(__x86_64__)
   void* inside = nullptr;
@@ -96,6 +122,10 @@ Fibre::~Fibre() = default;
 void Fibre::prepare(void (*entry)()) {
   State& s = *state_;
   s.entry = entry;
+#if defined(__SANITIZE_ADDRESS__)
+  // What ran here before may have been left in the middle.
+  __asan_unpoison_memory_region(s.stack.data(), s.stack.size());
+#endif
 #if defined(__x86_64__)
   // A frame as kdt_switch_stack leaves one: six registers and the address to return to. The stack
   // is a multiple of 16, less 8, when a function begins.

@@ -1,6 +1,7 @@
 // The primitives of cuda/primitives.cuh for the emulator.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -24,22 +25,23 @@ void cp_async_wait() {
 namespace detail {
 
 template <bool kTransposed>
-void ldmatrix(uint32_t (&r)[4], uint32_t row) {
-  emulator::meet_warp(kTransposed ? "ldmatrix_x4_trans" : "ldmatrix_x4", &row, 1, r, 4,
-                      [](const emulator::Table& in, emulator::Table& out) {
-                        for (int m = 0; m < 4; ++m) {
-                          uint16_t matrix[8][8];
-                          for (int i = 0; i < 8; ++i)
-                            std::memcpy(matrix[i], emulator::shared_at(in[m * 8 + i][0], 16, 16),
-                                        16);
-                          for (int l = 0; l < 32; ++l) {
-                            const int a = l / 4, b = l % 4 * 2;
-                            const uint16_t low = kTransposed ? matrix[b][a] : matrix[a][b];
-                            const uint16_t high = kTransposed ? matrix[b + 1][a] : matrix[a][b + 1];
-                            out[l][m] = low | static_cast<uint32_t>(high) << 16;
-                          }
-                        }
-                      });
+void ldmatrix(uint32_t (&r)[4], uint32_t row, emulator::Where where) {
+  emulator::meet_warp(
+      kTransposed ? "ldmatrix_x4_trans" : "ldmatrix_x4", &row, 1, r, 4,
+      [](const emulator::Table& in, emulator::Table& out) {
+        for (int m = 0; m < 4; ++m) {
+          uint16_t matrix[8][8];
+          for (int i = 0; i < 8; ++i)
+            std::memcpy(matrix[i], emulator::shared_at(in[m * 8 + i][0], 16, 16), 16);
+          for (int l = 0; l < 32; ++l) {
+            const int a = l / 4, b = l % 4 * 2;
+            const uint16_t low = kTransposed ? matrix[b][a] : matrix[a][b];
+            const uint16_t high = kTransposed ? matrix[b + 1][a] : matrix[a][b + 1];
+            out[l][m] = low | static_cast<uint32_t>(high) << 16;
+          }
+        }
+      },
+      where);
 }
 
 inline float half_of(uint32_t pair, int i) {
@@ -48,37 +50,47 @@ inline float half_of(uint32_t pair, int i) {
 
 }  // namespace detail
 
-inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { detail::ldmatrix<false>(r, row); }
-inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { detail::ldmatrix<true>(r, row); }
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row,
+                        emulator::Where where = emulator::Where::current()) {
+  detail::ldmatrix<false>(r, row, where);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row,
+                              emulator::Where where = emulator::Where::current()) {
+  detail::ldmatrix<true>(r, row, where);
+}
 
-inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// Sums in the order of k, in f32.
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                     emulator::Where where = emulator::Where::current()) {
+  using Row = float __attribute__((vector_size(32)));
   uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1}, out[4];
   std::memcpy(in + 6, c, sizeof(c));
-  emulator::meet_warp("mma_bf16", in, 10, out, 4,
-                      [](const emulator::Table& lanes, emulator::Table& result) {
-                        float a_matrix[16][16], b_matrix[16][8];
-                        for (int l = 0; l < 32; ++l) {
-                          const int g = l / 4, t = l % 4;
-                          for (int i = 0; i < 2; ++i) {
-                            for (int part = 0; part < 4; ++part)
-                              a_matrix[g + part % 2 * 8][2 * t + i + part / 2 * 8] =
-                                  detail::half_of(lanes[l][part], i);
-                            b_matrix[2 * t + i][g] = detail::half_of(lanes[l][4], i);
-                            b_matrix[2 * t + i + 8][g] = detail::half_of(lanes[l][5], i);
-                          }
-                        }
-                        for (int l = 0; l < 32; ++l) {
-                          const int g = l / 4, t = l % 4;
-                          for (int i = 0; i < 4; ++i) {
-                            const int row = g + i / 2 * 8, column = 2 * t + i % 2;
-                            float sum;
-                            std::memcpy(&sum, &lanes[l][6 + i], 4);
-                            for (int k = 0; k < 16; ++k)
-                              sum += a_matrix[row][k] * b_matrix[k][column];
-                            std::memcpy(&result[l][i], &sum, 4);
-                          }
-                        }
-                      });
+  emulator::meet_warp(
+      "mma_bf16", in, 10, out, 4,
+      [](const emulator::Table& lanes, emulator::Table& result) {
+        float a_matrix[16][16];
+        Row b_matrix[16], sums[16];
+        for (int l = 0; l < 32; ++l) {
+          const int g = l / 4, t = l % 4;
+          for (int i = 0; i < 2; ++i) {
+            for (int part = 0; part < 4; ++part)
+              a_matrix[g + part % 2 * 8][2 * t + i + part / 2 * 8] =
+                  detail::half_of(lanes[l][part], i);
+            b_matrix[2 * t + i][g] = detail::half_of(lanes[l][4], i);
+            b_matrix[2 * t + i + 8][g] = detail::half_of(lanes[l][5], i);
+          }
+          for (int i = 0; i < 4; ++i)
+            sums[g + i / 2 * 8][2 * t + i % 2] = std::bit_cast<float>(lanes[l][6 + i]);
+        }
+        for (int row = 0; row < 16; ++row)
+          for (int k = 0; k < 16; ++k) sums[row] += a_matrix[row][k] * b_matrix[k];
+        for (int l = 0; l < 32; ++l) {
+          const int g = l / 4, t = l % 4;
+          for (int i = 0; i < 4; ++i)
+            result[l][i] = std::bit_cast<uint32_t>(sums[g + i / 2 * 8][2 * t + i % 2]);
+        }
+      },
+      where);
   std::memcpy(c, out, sizeof(c));
 }
 
@@ -94,12 +106,11 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 namespace detail {
 template <typename Choose>
 uint32_t redux(const char* name, uint32_t x, const Choose& choose) {
-  emulator::meet_warp(name, &x, 1, &x, 1,
-                      [&](const emulator::Table& in, emulator::Table& out) {
-                        uint32_t all = in[0][0];
-                        for (int l = 1; l < 32; ++l) all = choose(all, in[l][0]);
-                        for (int l = 0; l < 32; ++l) out[l][0] = all;
-                      });
+  emulator::meet_warp(name, &x, 1, &x, 1, [&](const emulator::Table& in, emulator::Table& out) {
+    uint32_t all = in[0][0];
+    for (int l = 1; l < 32; ++l) all = choose(all, in[l][0]);
+    for (int l = 0; l < 32; ++l) out[l][0] = all;
+  });
   return x;
 }
 }  // namespace detail
@@ -112,7 +123,7 @@ inline uint32_t redux_min(uint32_t x) {
 
 inline uint4 load_16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0)
-    throw std::runtime_error("emulator: load_16 of an address that is no multiple of 16");
+    emulator::fail("load_16 of an address that is no multiple of 16");
   uint4 value;
   std::memcpy(&value, from, sizeof(value));
   return value;
