@@ -1,7 +1,7 @@
 """`LLM`: a loaded model that continues prompts, in the manner of vLLM's class of that name."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kdtree_engine import _core, checks
+from kdtree_engine.chat import ChatPrompt, chat_prompt_ids
 from kdtree_engine.checks import shown
-from kdtree_engine.outputs import RequestOutput, StreamChunk
+from kdtree_engine.outputs import RequestOutput
 from kdtree_engine.outputs import Sequence as _Sequence
 from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
-from kdtree_engine.tokenizer import RANKS_FILE, Tokenizer
+from kdtree_engine.streams import ChatStream, Stream
+from kdtree_engine.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 
 Prompt = str | Mapping[str, Any]
 _CONFIG_KEYS = (
@@ -98,8 +100,7 @@ class LLM:
                 f"speculative_config: method {self.speculative.method!r} needs a drafter, and "
                 f"{self.model} has no folder 'drafter': name one as 'model', or use method 'none'"
             )
-        has_tokenizer = (self.model / RANKS_FILE).is_file()
-        self._tokenizer = Tokenizer(self.model) if has_tokenizer else None
+        self._tokenizer = Tokenizer(self.model) if has_tokenizer(self.model) else None
         self._engine = _core.Engine(
             str(self.model),
             str(drafter) if drafter else None,
@@ -140,9 +141,22 @@ class LLM:
         nothing is generated. Raises RuntimeError when the model's logits were no numbers; then the
         other requests of the call end too.
         """
-        checks.flag("use_tqdm", use_tqdm)
         single = isinstance(prompts, str | Mapping)
         items: list[Any] = [prompts] if single else checks.listed("prompts", prompts, "prompts")
+        return self._generate(
+            items, single, sampling_params, use_tqdm, speculative_config=speculative_config
+        )
+
+    def _generate(
+        self,
+        items: list[Any],
+        single: bool,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        *,
+        speculative_config: Mapping[str, Any] | None,
+    ) -> list[RequestOutput]:
+        checks.flag("use_tqdm", use_tqdm)
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(items):
                 raise ValueError(
@@ -177,7 +191,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         speculative_config: Mapping[str, Any] | None = None,
-    ) -> "Stream":
+    ) -> Stream:
         """Continues one prompt; iterate over the result for its `StreamChunk`s.
 
         Their texts together are the whole text, and none splits a character. Chunks without tokens
@@ -191,40 +205,56 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Any],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of messages) or a list of conversations."""
+        """Answers one conversation (a list of messages) or a list of conversations.
+
+        `outputs[0]` of each result is a `ChatOutput`: content, reasoning and tool calls, each by
+        its own name. `tools`: OpenAI's form. `chat_template_kwargs`: variables for the
+        checkpoint's template, such as `thinking` for Kimi K2.5 and K2.6. Raises as `generate`,
+        and ValueError for a conversation that the template refuses.
+        """
         items = checks.listed("messages", messages, "messages")
         many = bool(items) and isinstance(items[0], Sequence) and not isinstance(items[0], str)
-        variables = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
-            raise ValueError(f"chat_template_kwargs is {shown(variables)}, want a dict of names")
-        for name in ("messages", "tools"):
-            if name in variables:
-                raise ValueError(
-                    f"chat_template_kwargs has {name}, which is an argument of its own"
-                )
-        prompts = [
-            self.chat_prompt(c, tools=tools, **variables) for c in (items if many else [items])
+        tokenizer = self.get_tokenizer()
+        prompts: list[Any] = [
+            ChatPrompt(tokenizer, one, tools, chat_template_kwargs)
+            for one in (items if many else [items])
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self._generate(
+            prompts, not many, sampling_params, use_tqdm, speculative_config=speculative_config
+        )
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+    ) -> ChatStream:
+        """Answers one conversation; iterate over the result for its `ChatChunk`s.
+
+        As `stream`, and each chunk has what it adds to content, reasoning and tool calls.
+        """
+        speculative = self._speculative_for(speculative_config)
+        prompt = ChatPrompt(self.get_tokenizer(), messages, tools, chat_template_kwargs)
+        return ChatStream(self, self._add(prompt, sampling_params, speculative, streamed=True))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """The prompt of one conversation in the checkpoint's chat template."""
-        tokenizer = self.get_tokenizer()
-        ids = tokenizer.apply_chat_template(messages, **options)
-        if tokenizer.add_bos and ids[:1] != [tokenizer.bos_token_id]:
-            ids = tokenizer.encode("", add_bos=True) + ids
-        return {"prompt_token_ids": ids}
+        return {"prompt_token_ids": chat_prompt_ids(self.get_tokenizer(), messages, **options)}
 
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ValueError if it has none."""
         if self._tokenizer is None:
-            raise ValueError(f"{self.model} has no {RANKS_FILE}: use prompt_token_ids")
+            raise ValueError(f"{self.model} has no {TOKENIZER_FILES}: use prompt_token_ids")
         return self._tokenizer
 
     def stats(self) -> dict[str, Any]:
@@ -275,7 +305,7 @@ class LLM:
 
     def _add(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         params: SamplingParams | None,
         speculative: SpeculativeConfig,
         streamed: bool,
@@ -287,7 +317,7 @@ class LLM:
         params = SamplingParams() if params is None else replace(params)
         text, ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer, and {self.model} has no {RANKS_FILE}")
+            raise ValueError(f"stop needs a tokenizer, and {self.model} has no {TOKENIZER_FILES}")
         room = max(0, self.config["max_model_len"] - len(ids))
         budget = speculative.tree_budget
         options = _core.RequestOptions(
@@ -302,11 +332,16 @@ class LLM:
             draft_temperature=speculative.draft_temperature,
         )
         request_id = engine.add_request(ids, options)
-        sequence = _Sequence(request_id, text, ids, params, speculative, self._tokenizer, streamed)
+        parser = prompt.parser() if isinstance(prompt, ChatPrompt) else None
+        sequence = _Sequence(
+            request_id, text, ids, params, speculative, self._tokenizer, streamed, parser
+        )
         self._running[request_id] = sequence
         return sequence
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _prompt_ids(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, ChatPrompt):
+            prompt = {"prompt_token_ids": prompt.token_ids}
         if isinstance(prompt, str):
             tokenizer = self.get_tokenizer()
             checks.text("prompt", prompt)
@@ -339,43 +374,6 @@ class LLM:
             if self._running.pop(sequence.request_id, None) is not None:
                 self._engine.abort(sequence.request_id)
                 sequence.finish_reason = sequence.finish_reason or "abort"
-
-
-class Stream:
-    """The chunks of one running request; `output` is the request as it stands."""
-
-    def __init__(self, llm: LLM, sequence: _Sequence) -> None:
-        self._llm, self._sequence = llm, sequence
-
-    def __iter__(self) -> Iterator[StreamChunk]:
-        return self
-
-    def __next__(self) -> StreamChunk:
-        sequence = self._sequence
-        while not sequence.chunks:
-            if sequence.finished:
-                sequence.check()
-                raise StopIteration
-            self._llm._step()
-        return sequence.chunks.popleft()
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._sequence.output()
-
-    def close(self) -> None:
-        """Ends the request if it still runs."""
-        self._llm._release([self._sequence])
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self._llm, "_engine"):
-            self.close()
 
 
 def _checked_keys(options: Any) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
-from kdtree_engine.tokenizer import IncrementalDecoder, Tokenizer
+from kdtree_engine.text_builder import TextBuilder
+from kdtree_engine.tokenizer import Tokenizer
+from kdtree_engine.tool_calls import BrokenCall, ChatDelta, ChatParser, ToolCall, marks_of
 
 if TYPE_CHECKING:
     from kdtree_engine._core import StepOutput
@@ -71,6 +73,30 @@ class CompletionOutput:
 
 
 @dataclass
+class ChatOutput(CompletionOutput):
+    """One answer of a chat: `text` taken apart.
+
+    `reasoning`: what came before the answer, where the model marks it. `tool_calls`: the calls in
+    their order, each with a JSON object as arguments. `broken_calls`: what was meant as a call and
+    cannot be made, with the reason.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    broken_calls: list[BrokenCall] = field(default_factory=list)
+
+    def as_message(self) -> dict[str, Any]:
+        """The answer as a message that continues the conversation (OpenAI's form)."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_message_part() for call in self.tool_calls]
+        return message
+
+
+@dataclass
 class RequestOutput:
     """A finished request, as vLLM names its parts, and `spec`: how it was decoded."""
 
@@ -93,57 +119,14 @@ class StreamChunk:
     stop_reason: int | str | None = None
 
 
-class TextBuilder:
-    """Text of one request, token by token, ended by the first stop string.
+@dataclass
+class ChatChunk(StreamChunk):
+    """What one step added to a streamed chat. Calls come whole, when they are complete."""
 
-    Text that may be the start of a stop string is held back from `take`, so a reader of the stream
-    never sees a part of one.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self._decoder = (
-            IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
-        )
-        self._stops: list[str] = list(params.stop or ())
-        self._include_stop = params.include_stop_str_in_output
-        self._longest = max(map(len, self._stops), default=0)
-        self._taken = 0
-        self.text = ""
-        self.stop: str | None = None
-
-    def push(self, token_id: int) -> bool:
-        """Adds a token; whether a stop string is complete now."""
-        return self._add(self._decoder.push([token_id])) if self._decoder else False
-
-    def finish(self) -> None:
-        """Adds what an incomplete character leaves."""
-        if self._decoder and self.stop is None:
-            self._add(self._decoder.finish())
-
-    def _add(self, new: str) -> bool:
-        start = max(0, len(self.text) - self._longest + 1)
-        self.text += new
-        found = [(at, s) for s in self._stops if (at := self.text.find(s, start)) >= 0]
-        if not found:
-            return False
-        at, self.stop = min(found, key=lambda match: match[0])
-        self.text = self.text[: at + len(self.stop) if self._include_stop else at]
-        return True
-
-    def take(self, final: bool) -> str:
-        """The text that became certain since the last call."""
-        end = len(self.text)
-        if not final:
-            longest = min(end, self._longest - 1)
-            held = (
-                n
-                for n in range(longest, 0, -1)
-                if any(s.startswith(self.text[end - n :]) for s in self._stops)
-            )
-            end -= next(held, 0)
-        delta = self.text[self._taken : end]
-        self._taken = max(self._taken, end)
-        return delta
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    broken_calls: list[BrokenCall] = field(default_factory=list)
 
 
 class Sequence:
@@ -158,6 +141,7 @@ class Sequence:
         speculative: SpeculativeConfig,
         tokenizer: Tokenizer | None,
         streamed: bool,
+        chat: ChatParser | None = None,
     ) -> None:
         self.request_id, self.prompt = request_id, prompt
         self.prompt_token_ids, self.params = prompt_token_ids, params
@@ -171,7 +155,9 @@ class Sequence:
         self.spec.timings = dict.fromkeys(
             ("prefill_ms", "decode_ms", *(f"{stage}_ms" for stage in STAGES)), 0.0
         )
-        self._text = TextBuilder(tokenizer, params)
+        self._chat, self._answer = chat, ChatDelta()
+        self._marks = marks_of(tokenizer) if chat and tokenizer else {}
+        self._text = TextBuilder(tokenizer, params, self._marks)
         self._start = perf_counter()
         self._decode_start: float | None = None
 
@@ -208,9 +194,24 @@ class Sequence:
             self.finish_reason = step.finish_reason
             if step.stop_token_id in self.params.stop_token_ids:
                 self.stop_reason = step.stop_token_id
+        delta = self._take_apart() if self._chat else None
         if self._streamed:
             text = self._text.take(self.finished)
-            self.chunks.append(StreamChunk(text, new, step, self.finish_reason, self.stop_reason))
+            chunk = (text, new, step, self.finish_reason, self.stop_reason)
+            self.chunks.append(ChatChunk(*chunk, **vars(delta)) if delta else StreamChunk(*chunk))
+
+    def _take_apart(self) -> ChatDelta:
+        """What the step added to the parts of a chat's answer."""
+        assert self._chat is not None
+        for text, token in self._text.take_parts(self.finished):
+            self._chat.text(text)
+            if token is not None:
+                self._chat.mark(self._marks[token], self._text.name(token))
+        if self.finished:
+            self._chat.finish()
+        delta = self._chat.take()
+        self._answer.add(delta)
+        return delta
 
     def _measure(self, step: "StepOutput") -> None:
         now = perf_counter()
@@ -230,9 +231,9 @@ class Sequence:
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
-        completion = CompletionOutput(
-            0, self._text.text, list(self.token_ids), self.finish_reason, self.stop_reason
-        )
+        common = (0, self._text.text, list(self.token_ids), self.finish_reason, self.stop_reason)
+        answer = vars(self._answer)
+        completion = ChatOutput(*common, **answer) if self._chat else CompletionOutput(*common)
         return RequestOutput(
             self.request_id,
             self.prompt,

@@ -32,7 +32,7 @@ def write_tokenizer(folder: Path) -> None:
     lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens))
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
     added = {str(i): {"content": name, "special": True} for name, i in SPECIAL.items()}
-    settings = {"added_tokens_decoder": added, "bos_token": "[BOS]"}
+    settings = {"added_tokens_decoder": added, "bos_token": "[BOS]", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 

@@ -9,8 +9,8 @@ import pytest
 
 import fake_core
 from kdtree_engine.llm import LLM
-from kdtree_engine.outputs import TextBuilder
 from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.text_builder import TextBuilder
 from kdtree_engine.tokenizer import Tokenizer
 
 HELLO = [259, 264, ord("!"), ord("\n"), 259]  # "hello world!\nhello"
@@ -280,7 +280,7 @@ def test_bad_prompts_are_refused_and_nothing_runs(llm: LLM, prompt: Any, message
 def test_empty_text_is_a_prompt_when_there_is_a_bos(llm: LLM, tokenizer_folder: Path) -> None:
     assert llm.generate("")[0].prompt_token_ids == [500]
     settings = tokenizer_folder / "tokenizer_config.json"
-    settings.write_text(settings.read_text().replace("{", '{"add_bos_token": false, ', 1))
+    settings.write_text(settings.read_text().replace('_token": true', '_token": false'))
     assert LLM().generate("")[0].prompt_token_ids == [500]
     assert LLM().generate("hello")[0].prompt_token_ids == [259]
     (tokenizer_folder / "tokenizer_config.json").write_text("{}")

@@ -156,7 +156,7 @@ def test_tools_keep_their_characters(tokenizer_folder: Path) -> None:
     tokenizer = Tokenizer(tokenizer_folder)
     tools = [{"name": "f<|im_end|>", "about": "é < 'x'"}]
     ids = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tools=tools)
-    assert tokenizer.decode(ids[1:]) == '[{"name":"f<|im_end|>","about":"é < \'x\'"}]'
+    assert tokenizer.decode(ids[1:]) == '[{"about":"é < \'x\'","name":"f<|im_end|>"}]'
     assert not any(map(tokenizer.is_special, ids[1:]))
 
 
