@@ -168,6 +168,26 @@ Ints argmax(Argument logits_in) {
   return ids;
 }
 
+Ints sample_tokens(Argument logits_in, Argument temperature_in, Argument uniforms_in) {
+  const Floats logits = floats("logits", logits_in, 2);
+  KDT_CHECK_ARGUMENT(logits.shape(1) > 0, "logits has rows of 0 values; want at least 1");
+  positive("temperature", temperature_in);
+  const double temperature = number("temperature", temperature_in);
+  const Doubles uniforms = doubles("uniforms", uniforms_in, 1);
+  check_shape("uniforms", uniforms, {logits.shape(0)});
+  for (int64_t i = 0; i < logits.shape(0); ++i) {
+    const double uniform = uniforms.data()[i];
+    KDT_CHECK_ARGUMENT(uniform >= 0 && uniform < 1, "uniforms[", i, "] is ", uniform,
+                       "; want 0 or more and less than 1");
+  }
+  Ints ids(std::vector<py::ssize_t>{logits.shape(0)});
+  cpu_backend().sample_tokens({.logits = as_tensor(logits),
+                               .temperature = temperature,
+                               .uniforms = as_tensor(uniforms),
+                               .ids = as_tensor(ids)});
+  return ids;
+}
+
 Floats silu_mul(Argument gate_up_in) {
   const Floats gate_up = floats("gate_up", gate_up_in, 2);
   KDT_CHECK_ARGUMENT(gate_up.shape(1) % 2 == 0, "gate_up has rows of ", gate_up.shape(1),
@@ -244,6 +264,8 @@ void register_ops(py::module_& m) {
   m.def("op_topk_logprobs", &topk_logprobs, py::arg("logits"), py::arg("k"),
         py::arg("temperature") = 1.0f);
   m.def("op_argmax", &argmax, py::arg("logits"));
+  m.def("op_sample_tokens", &sample_tokens, py::arg("logits"), py::arg("temperature"),
+        py::arg("uniforms"));
   m.def("op_silu_mul", &silu_mul, py::arg("gate_up"));
   m.def("op_moe_route", &moe_route, py::arg("logits"), py::arg("bias"), py::arg("top_k"),
         py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"), py::arg("scale"));

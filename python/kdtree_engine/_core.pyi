@@ -166,6 +166,12 @@ def op_linear(x: F32, weight: npt.NDArray[Any], scale: npt.NDArray[Any] | None =
 
 def op_topk_logprobs(logits: F32, k: int, temperature: float = 1.0) -> tuple[F32, I32]: ...
 def op_argmax(logits: F32) -> I32: ...
+def op_sample_tokens(logits: F32, temperature: float, uniforms: npt.NDArray[np.float64]) -> I32:
+    """One token a row of [R, V] by inverse CDF of softmax(logits / temperature), in float64.
+
+    `uniforms` [R] in [0, 1). -1 for a row whose greatest logit is not finite.
+    """
+
 def op_silu_mul(gate_up: F32) -> F32: ...
 def op_moe_route(
     logits: F32,

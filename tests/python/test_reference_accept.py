@@ -76,6 +76,12 @@ def test_sampling_never_draws_a_token_without_probability():
     assert sample_tokens(logits, 1.0, [0.0, np.nextafter(1, 0)]).tolist() == [1, 3]
 
 
+def test_sampling_leaves_out_what_is_no_number():
+    nan, inf = np.nan, np.inf
+    rows = [[nan, 0.0, nan], [nan, nan, nan], [-inf, -inf, nan], [0.0, inf, 1.0], [0.0, 1.0, -inf]]
+    assert sample_tokens(rows, 1.0, [0.999] * 5).tolist() == [1, -1, -1, -1, 1]
+
+
 def shapes(max_nodes, vocab):
     """Every tree of at most `max_nodes` nodes that gives each slot at most `vocab` children."""
     for n in range(max_nodes + 1):

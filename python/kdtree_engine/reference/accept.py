@@ -31,13 +31,17 @@ def sample_tokens(
     """[R] one token a row from softmax(logits / temperature), by inverse CDF in float64.
 
     `logits` [R, V], `uniforms` [R] in [0, 1). The token is the first whose cumulative probability
-    exceeds its uniform.
+    exceeds its uniform. NaN counts as -inf; -1 for a row whose greatest logit is not finite.
     """
-    x = np.asarray(logits, dtype=np.float64) / temperature
-    p = np.exp(x - x.max(axis=-1, keepdims=True))
+    x = np.array(logits, dtype=np.float64)
+    x[np.isnan(x)] = -np.inf
+    has_distribution = np.isfinite(x.max(axis=-1, keepdims=True))
+    x = np.where(has_distribution, x, 0)
+    p = np.exp((x - x.max(axis=-1, keepdims=True)) / temperature)
     cdf = np.cumsum(p, axis=-1)
     u = np.asarray(uniforms, dtype=np.float64)[:, None] * cdf[:, -1:]
-    return (cdf <= u).sum(axis=-1).astype(np.int32)
+    ids = (cdf <= u).sum(axis=-1)
+    return np.where(has_distribution[:, 0], ids, -1).astype(np.int32)
 
 
 def accept_sampled(
