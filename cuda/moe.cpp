@@ -1,42 +1,234 @@
 // Routing of tokens to experts, and the experts' products.
 #include "kernels/moe.h"
 
+#include <algorithm>
+
 #include "backend/checks.h"
 #include "kernels/linear_plain.h"
 #include "kernels/rows.h"
 #include "linear.h"
 
 namespace kdt::cuda {
+namespace {
 
-// Gate over up, of every expert; and down.
-struct CudaExperts final : ExpertsWeight {
-  std::unique_ptr<CudaLinear> gate_up, down;
+// One product of all experts: gate and up, or down.
+struct ExpertsProduct {
+  DType dtype = DType::kBFloat16;
+  std::shared_ptr<void> memory;  // f32: matrices; int4, bf16: panels of each expert (repack.h)
+  int64_t in_features = 0;
+  int64_t num_stripes = 0;  // of an expert
+
+  bool is_packed() const { return dtype != DType::kFloat32; }
 };
+
+struct CudaExperts final : ExpertsWeight {
+  ExpertsProduct gate_up, down;
+  // Columns of an activated row: zeros follow its values, so that down can read whole chunks.
+  int64_t activated_stride = 0;
+};
+
+constexpr int64_t kMostChunkK = 64;
+
+// As k_warps_of in linear.cpp; experts have many stripes, so fewer warps share one.
+int32_t k_warps_of(int64_t in_features) {
+  return in_features >= 4096 ? 8 : in_features >= 2048 ? 4 : in_features >= 1024 ? 2 : 1;
+}
+
+// Rows of a launch with `num_slots` slots: as few as hold most experts' rows, so that weights are
+// seldom read twice and not many rows of a tile are empty.
+int32_t tile_rows_of(int64_t num_slots, int64_t num_experts) {
+  const int64_t average = num_slots / num_experts;
+  return average < 4 ? 8 : average < 10 ? 16 : 32;
+}
+
+void check_expert(const HostExpert& expert, const HostExpert& first) {
+  const int64_t hidden = first.gate.in_features, intermediate = first.gate.out_features;
+  for (const HostMatrix* matrix : {&expert.gate, &expert.up}) {
+    KDT_CHECK(matrix->in_features == hidden && matrix->out_features == intermediate,
+              "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features,
+              "], want [", intermediate, ", ", hidden, "]");
+  }
+  KDT_CHECK(expert.down.in_features == intermediate && expert.down.out_features == hidden,
+            "prepare_experts: down is [", expert.down.out_features, ", ", expert.down.in_features,
+            "], want [", hidden, ", ", intermediate, "]");
+  for (const HostMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) check_matrix(*matrix);
+  const DType down = first.down.dtype, gate = first.gate.dtype;
+  KDT_CHECK(expert.gate.dtype == gate && expert.up.dtype == gate && expert.down.dtype == down &&
+                (gate == DType::kFloat32) == (down == DType::kFloat32),
+            "prepare_experts: gate, up and down are ", dtype_name(expert.gate.dtype), ", ",
+            dtype_name(expert.up.dtype), " and ", dtype_name(expert.down.dtype),
+            " beside a gate of ", dtype_name(gate), " and a down of ", dtype_name(down));
+}
+
+// What the ops below work with.
+struct Call {
+  const MoeExpertsArgs& args;
+  const CudaExperts& experts;
+  int64_t first_token, num_tokens, top_k;
+  Workspace& workspace;
+  int num_multiprocessors;
+  cudaStream_t stream;
+
+  int64_t num_slots() const { return num_tokens * top_k; }
+  const float* x() const { return args.x.data<float>() + first_token * experts.hidden_size; }
+  const int32_t* ids() const { return args.ids.data<int32_t>() + first_token * top_k; }
+};
+
+void add_up(const Call& call, const float* part) {
+  launch_moe_sum({.part = part,
+                  .ids = call.ids(),
+                  .weights = call.args.weights.data<float>() + call.first_token * call.top_k,
+                  .out = call.args.out.data<float>() + call.first_token * call.experts.hidden_size,
+                  .num_tokens = call.num_tokens,
+                  .top_k = call.top_k,
+                  .hidden_size = call.experts.hidden_size,
+                  .num_experts = call.experts.num_experts},
+                 call.stream);
+}
+
+void run_packed(const Call& call) {
+  const CudaExperts& experts = call.experts;
+  const int64_t tokens = call.num_tokens, slots = call.num_slots(), hidden = experts.hidden_size;
+  const int64_t x_stride = ceil_div(hidden, kMostChunkK) * kMostChunkK;
+  const int32_t tile_rows = tile_rows_of(slots, experts.num_experts);
+  const int64_t max_tiles = max_moe_tiles(slots, experts.num_experts, tile_rows);
+  const int64_t activated_count = slots * experts.activated_stride;
+  call.workspace.reserve(
+      Workspace::piece(4) + Workspace::piece(max_tiles * 4) +
+      Workspace::piece(max_tiles * tile_rows * 4) + Workspace::piece(tokens * x_stride * 2) +
+      Workspace::piece(activated_count * 2) + Workspace::piece(slots * hidden * 4));
+  MoeTiles tiles;
+  tiles.num_tiles = call.workspace.take<int32_t>(1);
+  tiles.expert_of_tile = call.workspace.take<int32_t>(max_tiles);
+  tiles.slots_of_tile = call.workspace.take<int32_t>(max_tiles * tile_rows);
+  auto* x = call.workspace.take<uint16_t>(tokens * x_stride);
+  auto* activated = call.workspace.take<uint16_t>(activated_count);
+  auto* part = call.workspace.take<float>(slots * hidden);
+
+  launch_moe_prepare({.x = call.x(),
+                      .ids = call.ids(),
+                      .x_bf16 = x,
+                      .tiles = tiles,
+                      .num_tokens = tokens,
+                      .hidden_size = hidden,
+                      .x_stride = x_stride,
+                      .top_k = static_cast<int32_t>(call.top_k),
+                      .num_experts = static_cast<int32_t>(experts.num_experts),
+                      .tile_rows = tile_rows},
+                     call.stream);
+  const auto params = [&](const ExpertsProduct& product, const uint16_t* from, int64_t from_stride,
+                          int64_t slots_per_x, void* out, int64_t out_stride) {
+    return MoeProductParams{.weights = typed<unsigned char>(product.memory),
+                            .dtype = product.dtype,
+                            .num_chunks = static_cast<int32_t>(
+                                stream_shape(product.dtype, product.in_features).num_chunks),
+                            .k_warps = k_warps_of(product.in_features),
+                            .num_stripes = static_cast<int32_t>(product.num_stripes),
+                            .tiles = tiles,
+                            .tile_rows = tile_rows,
+                            .max_tiles = static_cast<int32_t>(max_tiles),
+                            .x = from,
+                            .x_stride = from_stride,
+                            .slots_per_x = static_cast<int32_t>(slots_per_x),
+                            .out = out,
+                            .out_stride = out_stride,
+                            .num_multiprocessors = call.num_multiprocessors};
+  };
+  launch_moe_gate_up(
+      params(experts.gate_up, x, x_stride, call.top_k, activated, experts.activated_stride),
+      call.stream);
+  launch_moe_down(params(experts.down, activated, experts.activated_stride, 1, part, hidden),
+                  call.stream);
+  add_up(call, part);
+}
+
+void run_plain(const Call& call) {
+  const CudaExperts& experts = call.experts;
+  const int64_t slots = call.num_slots(), hidden = experts.hidden_size;
+  const int64_t intermediate = experts.intermediate_size;
+  call.workspace.reserve(Workspace::piece(slots * 2 * intermediate * 4) +
+                         Workspace::piece(slots * intermediate * 4) +
+                         Workspace::piece(slots * hidden * 4));
+  auto* gate_up = call.workspace.take<float>(slots * 2 * intermediate);
+  auto* activated = call.workspace.take<float>(slots * intermediate);
+  auto* part = call.workspace.take<float>(slots * hidden);
+  const auto product = [&](const ExpertsProduct& weight, const float* x, int64_t rows_per_x,
+                           float* out, int64_t out_features) {
+    launch_plain_linear({.weight = typed<float>(weight.memory),
+                         .x = x,
+                         .matrix_of_row = call.ids(),
+                         .out = out,
+                         .num_rows = slots,
+                         .num_matrices = experts.num_experts,
+                         .out_features = out_features,
+                         .in_features = weight.in_features,
+                         .x_row_stride = weight.in_features,
+                         .x_head_stride = 0,
+                         .out_row_stride = out_features,
+                         .out_head_stride = 0,
+                         .rows_per_x = rows_per_x,
+                         .alpha = 1},
+                        call.stream);
+  };
+  product(experts.gate_up, call.x(), call.top_k, gate_up, 2 * intermediate);
+  for (int64_t begin = 0; begin < slots; begin += 65535)
+    launch_silu_mul({.gate_up = gate_up + begin * 2 * intermediate,
+                     .out = activated + begin * intermediate,
+                     .num_rows = std::min<int64_t>(slots - begin, 65535),
+                     .n = intermediate},
+                    call.stream);
+  product(experts.down, activated, 1, part, hidden);
+  add_up(call, part);
+}
+
+}  // namespace
 
 std::unique_ptr<ExpertsWeight> CudaBackend::prepare_experts(
     const std::vector<HostExpert>& experts) {
   KDT_CHECK(!experts.empty(), "prepare_experts: no expert");
+  for (const HostExpert& expert : experts) check_expert(expert, experts.front());
+  KDT_CHECK(static_cast<int64_t>(experts.size()) <= kMaxExperts,
+            "prepare_experts: ", experts.size(), " experts, at most ", kMaxExperts);
+  KDT_CUDA_CHECK(cudaSetDevice(device_));
   auto weight = std::make_unique<CudaExperts>();
   weight->num_experts = static_cast<int64_t>(experts.size());
-  weight->hidden_size = experts.front().gate.in_features;
-  weight->intermediate_size = experts.front().gate.out_features;
-  std::vector<HostMatrix> gate_up, down;
-  for (const HostExpert& host : experts) {
-    for (const HostMatrix* matrix : {&host.gate, &host.up}) {
-      KDT_CHECK(matrix->in_features == weight->hidden_size &&
-                    matrix->out_features == weight->intermediate_size,
-                "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features,
-                "], want [", weight->intermediate_size, ", ", weight->hidden_size, "]");
-      gate_up.push_back(*matrix);
+  const int64_t hidden = weight->hidden_size = experts.front().gate.in_features;
+  const int64_t intermediate = weight->intermediate_size = experts.front().gate.out_features;
+  weight->gate_up.dtype = experts.front().gate.dtype;
+  weight->down.dtype = experts.front().down.dtype;
+  weight->gate_up.in_features = hidden;
+  weight->down.in_features = intermediate;
+
+  if (!weight->gate_up.is_packed()) {
+    std::vector<HostMatrix> gate_up, down;
+    for (const HostExpert& expert : experts) {
+      gate_up.push_back(expert.gate);
+      gate_up.push_back(expert.up);
+      down.push_back(expert.down);
     }
-    KDT_CHECK(host.down.in_features == weight->intermediate_size &&
-                  host.down.out_features == weight->hidden_size,
-              "prepare_experts: down is [", host.down.out_features, ", ", host.down.in_features,
-              "], want [", weight->hidden_size, ", ", weight->intermediate_size, "]");
-    down.push_back(host.down);
+    weight->gate_up.memory = upload_plain(gate_up, stream_);
+    weight->down.memory = upload_plain(down, stream_);
+    return weight;
   }
-  weight->gate_up.reset(static_cast<CudaLinear*>(prepare_linear(gate_up).release()));
-  weight->down.reset(static_cast<CudaLinear*>(prepare_linear(down).release()));
+  weight->activated_stride = ceil_div(intermediate, kMostChunkK) * kMostChunkK;
+  std::vector<PanelRow> gate_up, down;
+  for (const HostExpert& expert : experts) {
+    // Stripes of eight rows of gate over the same of up, as far as an activated row goes.
+    for (int64_t begin = 0; begin < weight->activated_stride; begin += 8) {
+      for (const HostMatrix* matrix : {&expert.gate, &expert.up}) {
+        for (int64_t row = begin; row < begin + 8; ++row)
+          gate_up.push_back(row < intermediate ? PanelRow{matrix, row} : PanelRow{});
+      }
+    }
+    for (int64_t row = 0; row < hidden; ++row) down.push_back({&expert.down, row});
+    down.resize(ceil_div(down.size(), kPanelRows) * kPanelRows);
+  }
+  const auto upload = [&](ExpertsProduct& product, const std::vector<PanelRow>& rows) {
+    product.num_stripes = static_cast<int64_t>(rows.size()) / kStripeRows / weight->num_experts;
+    product.memory = upload_panels(rows, product.dtype, product.in_features, stream_);
+  };
+  upload(weight->gate_up, gate_up);
+  upload(weight->down, down);
   return weight;
 }
 
@@ -56,49 +248,25 @@ void CudaBackend::moe_route(const MoeRouteArgs& args) {
                    stream_);
 }
 
+// Tokens of a launch: what their slots need stays below a quarter of a GiB.
 void CudaBackend::moe_experts(const MoeExpertsArgs& args) {
   check_moe_experts(args);
-  const auto& weight = static_cast<const CudaExperts&>(*args.experts);
-  const int64_t tokens = args.x.dim(0), top_k = args.ids.dim(1), slots = tokens * top_k;
-  const int64_t hidden = weight.hidden_size, inter = weight.intermediate_size;
-  if (slots == 0) return;
-  workspace_.reserve(Workspace::piece(slots * 2 * inter * 4) + Workspace::piece(slots * inter * 4) +
-                     Workspace::piece(slots * hidden * 4));
-  auto* gate_up = workspace_.take<float>(slots * 2 * inter);
-  auto* activated = workspace_.take<float>(slots * inter);
-  auto* part = workspace_.take<float>(slots * hidden);
-  const auto product = [&](const CudaLinear& linear, const float* x, int64_t rows_per_x, float* out,
-                           int64_t out_features) {
-    launch_plain_linear({.weight = linear.values.get(),
-                         .scale = typed<uint16_t>(linear.scales),
-                         .dtype = linear.dtype,
-                         .x = x,
-                         .matrix_of_row = args.ids.data<int32_t>(),
-                         .out = out,
-                         .num_rows = slots,
-                         .num_matrices = weight.num_experts,
-                         .out_features = out_features,
-                         .in_features = linear.in_features,
-                         .x_row_stride = linear.in_features,
-                         .x_head_stride = 0,
-                         .out_row_stride = out_features,
-                         .out_head_stride = 0,
-                         .rows_per_x = rows_per_x,
-                         .alpha = 1},
-                        stream_);
-  };
-  product(*weight.gate_up, args.x.data<float>(), top_k, gate_up, 2 * inter);
-  launch_silu_mul({.gate_up = gate_up, .out = activated, .num_rows = slots, .n = inter}, stream_);
-  product(*weight.down, activated, 1, part, hidden);
-  launch_moe_sum({.part = part,
-                  .ids = args.ids.data<int32_t>(),
-                  .weights = args.weights.data<float>(),
-                  .out = args.out.data<float>(),
-                  .num_tokens = tokens,
-                  .top_k = top_k,
-                  .hidden_size = hidden,
-                  .num_experts = weight.num_experts},
-                 stream_);
+  const auto& experts = static_cast<const CudaExperts&>(*args.experts);
+  const int64_t tokens = args.x.dim(0), top_k = args.ids.dim(1);
+  if (tokens * top_k == 0) return;
+  const int64_t of_slot = 4 * (experts.hidden_size + 3 * experts.intermediate_size);
+  const int64_t step = std::max<int64_t>(1, (int64_t{1} << 28) / (top_k * of_slot));
+  for (int64_t begin = 0; begin < tokens; begin += step) {
+    const Call call{args,
+                    experts,
+                    begin,
+                    std::min(step, tokens - begin),
+                    top_k,
+                    workspace_,
+                    num_multiprocessors_,
+                    stream_};
+    experts.gate_up.is_packed() ? run_packed(call) : run_plain(call);
+  }
 }
 
 }  // namespace kdt::cuda

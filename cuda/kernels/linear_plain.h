@@ -1,22 +1,17 @@
-// Products with weights as the checkpoint stores them, each a row-major matrix: a warp an output
-// value, its lanes share the inputs.
+// Products with f32 weights, exact in f32: a warp an output value, its lanes share the inputs.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "core/dtype.h"
-
 namespace kdt::cuda {
 
 // out[r, m] = alpha * W_m x[r, m] for each matrix m; with `matrix_of_row`, out[r] = alpha *
 // W_(matrix_of_row[r]) x[r / rows_per_x], and nothing for a row whose matrix does not exist.
 struct PlainLinearParams {
-  const void* weight;     // [num_matrices, out_features, in_features]; int4: [.., in_features / 8]
-  const uint16_t* scale;  // int4: bf16 [num_matrices, out_features, in_features / 32]
-  DType dtype;            // kFloat32, kBFloat16, kInt32 (int4)
-  const float* x;         // element (row, m, i) at row * x_row_stride + m * x_head_stride + i
+  const float* weight;  // [num_matrices, out_features, in_features]
+  const float* x;       // element (row, m, i) at row * x_row_stride + m * x_head_stride + i
   const int32_t* matrix_of_row;  // [num_rows], or null
   float* out;                    // likewise
   int64_t num_rows, num_matrices, out_features, in_features;

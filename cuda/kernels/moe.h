@@ -1,9 +1,14 @@
-// Routing of tokens to experts and the sum over a token's experts.
+// Routing of tokens to experts, and the experts' products with packed weights.
+//
+// A slot is a pair (token, k) of the routing, number token * top_k + k. The slots of an expert are
+// cut into tiles of up to `tile_rows`; a tile's products read the expert's weights once.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+
+#include "core/dtype.h"
 
 namespace kdt::cuda {
 
@@ -17,6 +22,48 @@ struct MoeRouteParams {
   bool norm_topk_prob;
 };
 void launch_moe_route(const MoeRouteParams& params, cudaStream_t stream);
+
+// Tiles of a launch, made by launch_moe_prepare.
+struct MoeTiles {
+  int32_t* num_tiles;       // [1]
+  int32_t* expert_of_tile;  // [max_tiles]
+  int32_t* slots_of_tile;   // [max_tiles, tile_rows] in ascending order, -1 behind the last
+};
+int64_t max_moe_tiles(int64_t num_slots, int64_t num_experts, int64_t tile_rows);
+
+// Sorts the slots by expert, leaving out ids that are none, and rounds x to bf16, with zeros behind
+// each row.
+struct MoePrepareParams {
+  const float* x;      // [num_tokens, hidden_size]
+  const int32_t* ids;  // [num_tokens, top_k]
+  uint16_t* x_bf16;    // [num_tokens, x_stride]
+  MoeTiles tiles;
+  int64_t num_tokens, hidden_size, x_stride;
+  int32_t top_k, num_experts, tile_rows;
+};
+inline constexpr int64_t kMaxExperts = 16384;
+void launch_moe_prepare(const MoePrepareParams& params, cudaStream_t stream);
+
+// One of the two products of all experts.
+struct MoeProductParams {
+  const unsigned char* weights;  // panels of every expert, one expert after another
+  DType dtype;                   // of the weights: kBFloat16, kInt32 (int4)
+  int32_t num_chunks, k_warps;
+  int32_t num_stripes;  // of an expert, even
+  MoeTiles tiles;
+  int32_t tile_rows;  // 8, 16 or 32
+  int32_t max_tiles;
+  const uint16_t* x;  // bf16 [.., x_stride]; a slot's row is slot / slots_per_x
+  int64_t x_stride;
+  int32_t slots_per_x;
+  void* out;  // [slots, out_stride]
+  int64_t out_stride;
+  int32_t num_multiprocessors;
+};
+// A stripe holds rows 8 i .. 8 i + 7 of gate, then of up; out is bf16 silu(gate) * up.
+void launch_moe_gate_up(const MoeProductParams& params, cudaStream_t stream);
+// out is f32.
+void launch_moe_down(const MoeProductParams& params, cudaStream_t stream);
 
 // out[t] += sum over k, in this order, of weights[t, k] * part[t, k], where ids[t, k] is an expert.
 struct MoeSumParams {

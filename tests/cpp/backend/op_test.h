@@ -250,7 +250,35 @@ inline std::vector<double> product(const Floats& x, const Matrix& m) {
   return result;
 }
 
+// What a back end with bf16 activations takes them for.
+inline Floats to_bf16_values(Floats x) {
+  for (float& v : x) v = bf16_to_float(float_to_bf16(v));
+  return x;
+}
+
 // Comparisons.
+
+// Of values to float64 ones, relative to the greatest of those, and in the norm; infinite where
+// only one side is a number or the sizes differ.
+struct RelativeError {
+  double worst = std::numeric_limits<double>::infinity();
+  double norm = std::numeric_limits<double>::infinity();
+};
+template <typename T>
+RelativeError relative_error(const std::vector<T>& a, const std::vector<double>& reference) {
+  if (a.size() != reference.size()) return {};
+  double worst = 0, largest = 0, errors = 0, squares = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double error = std::fabs(a[i] - reference[i]);
+    if (!std::isfinite(error)) return {};
+    worst = std::max(worst, error);
+    largest = std::max(largest, std::fabs(reference[i]));
+    errors += error * error;
+    squares += reference[i] * reference[i];
+  }
+  if (worst == 0) return {0, 0};
+  return {worst / largest, std::sqrt(errors / squares)};
+}
 
 // The greatest difference; infinite where only one side is a number or the sizes differ.
 template <typename A, typename B>

@@ -1,0 +1,45 @@
+#include "kernels/moe_product.cuh"
+
+namespace kdt::cuda {
+namespace {
+
+template <int kTiles>
+class GateUpJob : public ExpertJob<kTiles> {
+ public:
+  using ExpertJob<kTiles>::ExpertJob;
+
+  __device__ void store(int unit, int s, int n, int j, float gate, float up) const {
+    const int stripe = this->stripe_of_unit(unit) + s, slot = this->slot(unit, n, j);
+    if (stripe >= this->p_.num_stripes || slot < 0) return;
+    auto* out = static_cast<uint16_t*>(this->p_.out) + slot * this->p_.out_stride;
+    out[stripe * 8 + this->lane_ / 4] = to_bf16(gate / (1.0f + expf(-gate)) * up);
+  }
+};
+
+template <typename Format, int kTiles>
+__global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
+    gate_up_kernel(const MoeProductParams p) {
+  stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles>(p),
+                                                  {p.weights, p.num_chunks, p.k_warps});
+}
+
+template <typename Format>
+void start(const MoeProductParams& p, cudaStream_t stream) {
+  switch (p.tile_rows) {
+    case 8:
+      return launch_expert_product<gate_up_kernel<Format, 1>, Format, 1>(p, stream);
+    case 16:
+      return launch_expert_product<gate_up_kernel<Format, 2>, Format, 2>(p, stream);
+    default:
+      return launch_expert_product<gate_up_kernel<Format, 4>, Format, 4>(p, stream);
+  }
+}
+
+}  // namespace
+
+void launch_moe_gate_up(const MoeProductParams& params, cudaStream_t stream) {
+  params.dtype == DType::kInt32 ? start<Int4Format>(params, stream)
+                                : start<BFloat16Format>(params, stream);
+}
+
+}  // namespace kdt::cuda
