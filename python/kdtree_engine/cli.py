@@ -1,4 +1,4 @@
-"""The command `kdtree`: generate, bench, inspect, tree."""
+"""The command `kdtree`: generate, chat, bench, inspect, tree."""
 
 import json
 import sys
@@ -10,6 +10,8 @@ import typer
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_bench import bench
 from kdtree_engine.cli_bench_ops import bench_ops
+from kdtree_engine.cli_chat import chat
+from kdtree_engine.cli_common import stats_line
 from kdtree_engine.sampling_params import METHODS
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
@@ -30,6 +32,7 @@ _bench = typer.Typer(rich_markup_mode=None)
 _bench.callback(invoke_without_command=True)(bench)
 _bench.command("ops")(bench_ops)
 app.add_typer(_bench, name="bench")
+app.command()(chat)
 
 
 @app.callback(invoke_without_command=True)
@@ -127,7 +130,7 @@ def generate(
         return
     if not output.outputs[0].text.endswith("\n"):
         print(flush=True)
-    print(_stats_line(output), file=sys.stderr)
+    print(stats_line(output), file=sys.stderr)
 
 
 def _record(output: Any) -> dict[str, Any]:
@@ -143,32 +146,6 @@ def _record(output: Any) -> dict[str, Any]:
         "accept_length_histogram": dict(sorted(spec.accept_length_histogram.items())),
         "finish_reason": completion.finish_reason,
     }
-
-
-def _stats_line(output: Any) -> str:
-    completion, spec = output.outputs[0], output.spec
-    parts = [
-        f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
-        spec.name,
-        f"{spec.tokens_per_second:.1f} tokens/s",
-        f"{spec.target_forwards} target forwards",
-        f"{spec.tokens_per_forward:.2f} tokens per forward",
-    ]
-    bars = histogram_bars(spec.accept_length_histogram)
-    return "[" + ", ".join(parts) + (f", accept lengths {bars}]" if bars else "]")
-
-
-def histogram_bars(histogram: dict[int, int]) -> str:
-    """A picture of the rounds by tokens committed, such as `1▃▁▇5`: one bar a length."""
-    if not histogram:
-        return ""
-    longest, most = max(histogram), max(histogram.values())
-    heights = "▁▂▃▄▅▆▇█"
-    bars = ""
-    for length in range(1, longest + 1):
-        count = histogram.get(length, 0)
-        bars += heights[(count * 8 - 1) // most if count * 8 > most else 0] if count else " "
-    return f"1|{bars}|{longest}"
 
 
 @app.command()

@@ -195,7 +195,7 @@ def load(
 def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
     """Gives a function to call with every chunk; the bar is gone when the first text comes."""
     console = stderr_console()
-    if quiet or not console.is_terminal:
+    if quiet or not console.is_interactive:
         yield lambda chunk: None
         return
     columns = (TextColumn("reading the prompt"), BarColumn(), TextColumn("{task.completed} tokens"))
@@ -204,6 +204,8 @@ def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
 
         def show(chunk: "StreamChunk") -> None:
             step = chunk.step
+            if not bar.live.is_started:
+                return
             done, total = step.num_prefilled, step.prompt_length
             bar.update(task, completed=done, total=total, visible=True)
             if step.num_prefilled >= step.prompt_length:
@@ -309,3 +311,30 @@ def start(llm: "LLM", prompt: str, chat: bool, system: str | None, params: Any) 
 def printable(text: str) -> str:
     """Text for a terminal, without the control characters that could steer it."""
     return "".join(c if c in "\t\n" or c.isprintable() else "\ufffd" for c in text)
+
+
+def stats_line(output: Any) -> str:
+    """A finished request in one line: tokens, method, speed, accept lengths."""
+    completion, spec = output.outputs[0], output.spec
+    parts = [
+        f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
+        spec.name,
+        f"{spec.tokens_per_second:.1f} tokens/s",
+        f"{spec.target_forwards} target forwards",
+        f"{spec.tokens_per_forward:.2f} tokens per forward",
+    ]
+    bars = histogram_bars(spec.accept_length_histogram)
+    return "[" + ", ".join(parts) + (f", accept lengths {bars}]" if bars else "]")
+
+
+def histogram_bars(histogram: dict[int, int]) -> str:
+    """A picture of the rounds by tokens committed, such as `1▃▁▇5`: one bar a length."""
+    if not histogram:
+        return ""
+    longest, most = max(histogram), max(histogram.values())
+    heights = "▁▂▃▄▅▆▇█"
+    bars = ""
+    for length in range(1, longest + 1):
+        count = histogram.get(length, 0)
+        bars += heights[(count * 8 - 1) // most if count * 8 > most else 0] if count else " "
+    return f"1|{bars}|{longest}"

@@ -251,6 +251,10 @@ class LLM:
         """The prompt of one conversation in the checkpoint's chat template."""
         return {"prompt_token_ids": chat_prompt_ids(self.get_tokenizer(), messages, **options)}
 
+    def check_speculative(self, options: Mapping[str, Any]) -> None:
+        """Raises the ValueError that a request with this `speculative_config` would."""
+        self._speculative_for(options)
+
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ValueError if it has none."""
         if self._tokenizer is None:

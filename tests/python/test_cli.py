@@ -14,7 +14,8 @@ import pytest
 
 import fake_core
 from kdtree_engine import cli, cli_common
-from kdtree_engine.cli import histogram_bars, main
+from kdtree_engine.cli import main
+from kdtree_engine.cli_common import histogram_bars
 
 HELLO = [259, 264, ord("!"), ord("\n"), 259]
 Fake = type[fake_core.Engine]
