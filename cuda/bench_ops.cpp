@@ -18,7 +18,8 @@ constexpr int64_t kFlushBytes = 256 << 20;
 
 class Bench {
  public:
-  explicit Bench(int device) : backend_(device), flush_(device_memory(kFlushBytes)) {
+  Bench(int device, std::string only)
+      : backend_(device), only_(std::move(only)), flush_(device_memory(kFlushBytes)) {
     KDT_CUDA_CHECK(cudaEventCreate(&begin_));
     KDT_CUDA_CHECK(cudaEventCreate(&end_));
   }
@@ -93,6 +94,7 @@ class Bench {
   void choice();
 
   CudaBackend backend_;
+  std::string only_;
   std::shared_ptr<void> flush_;
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
   std::mt19937 random_{1};
@@ -128,7 +130,14 @@ void Bench::ceilings() {
 
 void Bench::experts() {
   constexpr int64_t kExperts = 384, kTopK = 8, kHidden = 7168, kInter = 256;
-  const std::unique_ptr<ExpertsWeight> weight = random_experts(backend_, kExperts, kHidden, kInter);
+  // One expert's numbers stand for all: what is read is each expert's own copy.
+  std::vector<uint8_t> nibbles(kHidden * kInter / 2);
+  for (uint8_t& byte : nibbles) byte = static_cast<uint8_t>(random_());
+  const std::vector<uint8_t> scales = random_bf16(kHidden * kInter / 32, 0.02f);
+  const HostMatrix gate = {nibbles.data(), scales.data(), DType::kInt32, kInter, kHidden};
+  const HostMatrix down = {nibbles.data(), scales.data(), DType::kInt32, kHidden, kInter};
+  const std::unique_ptr<ExpertsWeight> weight =
+      backend_.prepare_experts(std::vector<HostExpert>(kExperts, {gate, gate, down}));
   constexpr double kExpertBytes = 3.0 * kHidden * kInter * (0.5 + 2.0 / 32);
   for (const int64_t rows : {1, 2, 4, 8, 16, 32, 65}) {
     constexpr int kRoutings = 12;
@@ -298,17 +307,22 @@ void Bench::choice() {
 }
 
 std::vector<OpTime> Bench::run() {
+  const auto wanted = [&](const char* op) {
+    return only_.empty() || std::string(op).find(only_) != std::string::npos;
+  };
   ceilings();
-  experts();
-  attention();
-  choice();
-  linears();
+  if (wanted("moe_experts")) experts();
+  if (wanted("mla_attention")) attention();
+  if (wanted("choice")) choice();
+  if (wanted("linear")) linears();
   ceilings();  // again: the spread of the run
   return std::move(results_);
 }
 
 }  // namespace
 
-std::vector<OpTime> bench_ops(int device) { return Bench(device).run(); }
+std::vector<OpTime> bench_ops(int device, const std::string& only) {
+  return Bench(device, only).run();
+}
 
 }  // namespace kdt::cuda

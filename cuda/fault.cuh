@@ -6,11 +6,13 @@
 
 namespace kdt::cuda {
 
-// One report is enough, so writers do not wait for each other.
+// One report is enough, the first as far as threads see each other's.
 __device__ __forceinline__ void report(Fault* fault, FaultKind kind, int64_t row, int64_t value) {
-  fault->row = static_cast<int32_t>(row);
-  fault->value = static_cast<int32_t>(value);
-  fault->kind = static_cast<int32_t>(kind);
+  volatile Fault* record = fault;
+  if (record->kind != 0) return;
+  record->row = static_cast<int32_t>(row);
+  record->value = static_cast<int32_t>(value);
+  record->kind = static_cast<int32_t>(kind);
 }
 
 }  // namespace kdt::cuda

@@ -298,8 +298,10 @@ class Backend {
   virtual void tree_accept(const TreeAcceptArgs& args) = 0;
 };
 
-// "cpu". `num_threads` 0: one a core. Throws std::invalid_argument for a device this build does not
-// know.
+// "cpu", "cuda", "cuda:N", "auto" (a GPU if there is one that this build has code for, else "cpu")
+// or "check:A,B" (both, compared op by op). `num_threads` 0: one a core. Throws
+// std::invalid_argument for any other word and Error where the device, its driver or its back end
+// is missing.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
 
 // What this processor reaches with `num_threads` threads (0: one a core), measured in about a
@@ -321,8 +323,8 @@ struct OpTime {
   double bytes = 0;       // that must be read once
   double operations = 0;  // multiplications and additions
 };
-// The ops of a CUDA device at the sizes of Kimi K2.6, and what the device reaches at best in the
-// same run. Takes about a minute. Throws as make_backend does.
-std::vector<OpTime> bench_ops(const std::string& device);
+// The ops of a GPU at the sizes of Kimi K2.6, and what it reaches at best in the same run. `only`
+// "": all, or one of moe_experts, mla_attention, choice and linear. Throws as make_backend does.
+std::vector<OpTime> bench_ops(const std::string& device, const std::string& only);
 
 }  // namespace kdt

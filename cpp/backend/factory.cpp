@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "backend/backend.h"
+#include "backend/check_backend.h"
 #ifdef KDT_WITH_CUDA
 #include "device.h"
 #endif
@@ -13,7 +13,7 @@ std::unique_ptr<Backend> make_cpu_backend(int num_threads);
 }
 namespace cuda {
 std::unique_ptr<Backend> make_cuda_backend(int device);
-std::vector<OpTime> bench_ops(int device);
+std::vector<OpTime> bench_ops(int device, const std::string& only);
 }  // namespace cuda
 
 namespace {
@@ -30,6 +30,19 @@ int cuda_device(const std::string& device) {
   return number;
 }
 
+// "check:A,B"
+std::unique_ptr<Backend> make_check(const std::string& device, int num_threads) {
+  const size_t begin = device.find(':') + 1, comma = device.find(',');
+  const auto is_one = [](const std::string& name) {
+    return name == "cpu" || cuda_device(name) >= 0;
+  };
+  const std::string reference = device.substr(begin, comma - begin);
+  const std::string other = comma == std::string::npos ? "" : device.substr(comma + 1);
+  KDT_CHECK_ARGUMENT(is_one(reference) && is_one(other), "device is '", device,
+                     "'; want 'check:A,B', A and B being 'cpu', 'cuda' or 'cuda:N'");
+  return make_check_backend(make_backend(reference, num_threads), make_backend(other, num_threads));
+}
+
 }  // namespace
 
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads) {
@@ -37,7 +50,8 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
                      "; want 0 to 1024");
   if (device == "auto") {
 #ifdef KDT_WITH_CUDA
-    if (cuda::device_count() > 0) return cuda::make_cuda_backend(0);
+    const int device_number = cuda::first_supported_device();
+    if (device_number >= 0) return cuda::make_cuda_backend(device_number);
 #endif
     return make_backend("cpu", num_threads);
   }
@@ -45,9 +59,10 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
     const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     return cpu::make_cpu_backend(num_threads == 0 ? cores : num_threads);
   }
+  if (device.rfind("check:", 0) == 0) return make_check(device, num_threads);
   const int number = cuda_device(device);
   KDT_CHECK_ARGUMENT(number >= 0, "device is '", device,
-                     "'; want 'cpu', 'cuda', 'cuda:N' or 'auto'");
+                     "'; want 'auto', 'cpu', 'cuda', 'cuda:N' or 'check:A,B'");
 #ifdef KDT_WITH_CUDA
   return cuda::make_cuda_backend(number);
 #else
@@ -57,11 +72,14 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
 #endif
 }
 
-std::vector<OpTime> bench_ops(const std::string& device) {
+std::vector<OpTime> bench_ops(const std::string& device, const std::string& only) {
+  const auto groups = {"", "moe_experts", "mla_attention", "choice", "linear"};
+  KDT_CHECK_ARGUMENT(std::find(groups.begin(), groups.end(), only) != groups.end(), "only is '",
+                     only, "'; want moe_experts, mla_attention, choice or linear");
   const int number = cuda_device(device);
   KDT_CHECK_ARGUMENT(number >= 0, "device is '", device, "'; ops are timed on 'cuda' or 'cuda:N'");
 #if defined(KDT_WITH_CUDA) && !defined(KDT_EMULATOR)
-  return cuda::bench_ops(number);
+  return cuda::bench_ops(number, only);
 #else
   throw Error(join("device is '", device, "', but this build has no CUDA back end to time"));
 #endif

@@ -7,12 +7,12 @@ namespace py = pybind11;
 namespace kdt {
 namespace {
 
-py::list timed_ops(py::handle device_in) {
-  const std::string device = text("device", device_in);
+py::list timed_ops(py::handle device_in, py::handle only_in) {
+  const std::string device = text("device", device_in), only = text("only", only_in);
   std::vector<OpTime> times;
   {
     const py::gil_scoped_release unlocked;
-    times = bench_ops(device);
+    times = bench_ops(device, only);
   }
   py::list records;
   for (const OpTime& t : times) {
@@ -30,7 +30,7 @@ py::list timed_ops(py::handle device_in) {
 }  // namespace
 
 void register_bench(py::module_& module) {
-  module.def("bench_ops", &timed_ops, py::arg("device") = "cuda");
+  module.def("bench_ops", &timed_ops, py::arg("device"), py::arg("only") = "");
 }
 
 }  // namespace kdt

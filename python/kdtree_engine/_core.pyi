@@ -150,10 +150,11 @@ def measure_cpu(num_threads: int = 0, cache_bytes: int = 16 << 20) -> dict[str, 
     isa, num_threads, fma_gflops, read_gb_s (memory), cache_gb_s (`cache_bytes` again and again).
     """
 
-def bench_ops(device: str = "cuda") -> list[dict[str, Any]]:
+def bench_ops(device: str, only: str = "") -> list[dict[str, Any]]:
     """Times of the ops of a CUDA device and of its ceilings, as kdtree bench ops prints them.
 
-    op, shape, us, bytes (read once), operations. Takes about a minute.
+    op, shape, us, bytes (read once), operations. `only`: moe_experts,
+    mla_attention, choice or linear.
     """
 
 # Ops of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).

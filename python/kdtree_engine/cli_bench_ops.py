@@ -42,6 +42,12 @@ def with_shares(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @common.errors_in_one_line
 def bench_ops(
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="moe_experts, mla_attention, choice or linear.  [default: all]", show_default=False
+        ),
+    ] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
     ] = None,
@@ -59,7 +65,7 @@ def bench_ops(
     from kdtree_engine import _core
 
     common.check_writable("--json", json_file)
-    records = with_shares(_core.bench_ops(device))
+    records = with_shares(_core.bench_ops(device, only))
     table = Table(title=f"ops on {device}")
     table.add_column("op", no_wrap=True)
     table.add_column("size", overflow="fold")
