@@ -290,6 +290,13 @@ KDT_TEST(samples_invert_the_cumulative_distribution) {
   }
 }
 
+KDT_TEST(a_uniform_on_a_boundary_gives_the_token_behind_it) {
+  // Equal logits: all sums are exact.
+  constexpr int64_t kVocab = 4096;
+  for (int32_t id : {0, 1, 31, 32, 33, 2047, 2048, 2049, 4095})
+    EXPECT_EQ(sample(backend(), Floats(kVocab, 3.0f), {id / 4096.0})[0], id);
+}
+
 KDT_TEST(samples_are_the_same_on_every_back_end) {
   const auto cpu = make_backend("cpu", 1);
   const int64_t vocab = large_cases() ? 163840 : 4500, rows = large_cases() ? 65 : 16;
