@@ -3,6 +3,11 @@
 #include "cuda_check.h"
 
 namespace kdt::cuda {
+namespace {
+
+constexpr int kOldestMajor = 8;  // of the compute capability
+
+}  // namespace
 
 int device_count() {
   int count = 0;
@@ -10,6 +15,18 @@ int device_count() {
   const bool ok = cudaGetDeviceCount(&count) == cudaSuccess;
   static_cast<void>(cudaGetLastError());
   return ok ? count : 0;
+}
+
+int first_supported_device() {
+  const int count = device_count();
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, device) == cudaSuccess &&
+        properties.major >= kOldestMajor)
+      return device;
+  }
+  static_cast<void>(cudaGetLastError());
+  return -1;
 }
 
 std::string why_no_device() {
@@ -35,8 +52,9 @@ void use_device(int device) {
   KDT_CUDA_CHECK(cudaSetDevice(device));
   cudaDeviceProp properties;
   KDT_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-  KDT_CHECK(properties.major >= 8, "cuda:", device, " is ", properties.name, " (sm_",
-            properties.major, properties.minor, "); this engine needs sm_80 or newer");
+  KDT_CHECK(properties.major >= kOldestMajor, "cuda:", device, " is ", properties.name, " (sm_",
+            properties.major, properties.minor, "); this engine needs sm_", kOldestMajor,
+            "0 or newer");
 }
 
 }  // namespace kdt::cuda

@@ -8,7 +8,10 @@ namespace kdt::cuda {
 // GPUs this process may use; 0 without one, without a driver, or with one too old for the runtime.
 int device_count();
 
-// Why there is none, in words for the user; "" when there is one.
+// The first that this engine has code for, -1 without one.
+int first_supported_device();
+
+// Why there is no GPU, in words for the user; "" when there is one.
 std::string why_no_device();
 
 // Makes `device` current. Throws std::invalid_argument when it does not exist and Error when this

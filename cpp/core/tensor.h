@@ -59,6 +59,13 @@ class Tensor {
     return out;
   }
 
+  // The same shape over other memory.
+  Tensor at(void* data) const {
+    Tensor out = *this;
+    out.data_ = data;
+    return out;
+  }
+
   std::string to_string() const {
     std::string text = std::string(dtype_name(dtype_)) + "[";
     for (int i = 0; i < ndim_; ++i) text += (i ? ", " : "") + std::to_string(shape_[i]);
