@@ -20,6 +20,7 @@ from kdtree_engine.tool_declarations import typescript_declarations
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_SOURCE_CHARS = 1 << 20
 MAX_TEXT_CHARS = 1 << 24
+MAX_BITS = 4096
 MAX_SECONDS = 10.0
 # Methods that make a text of any length out of one number.
 _GROWING = ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map")
@@ -239,25 +240,32 @@ def _environment() -> Any:
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "%" and isinstance(left, str):
                 raise ValueError("formats with % are not supported")
-            if operator == "**" and not all(isinstance(v, float) for v in (left, right)):
-                _check_length(abs(left).bit_length() * abs(right))
+            if isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length() * max(1, abs(right)) if operator == "**" else 0
+                if operator == "*":
+                    bits = left.bit_length() + right.bit_length()
+                if bits > MAX_BITS:
+                    raise ValueError(f"a number of more than {MAX_BITS} bits")
             for one, other in ((left, right), (right, left)):
                 if operator == "*" and isinstance(one, str | list | tuple):
                     _check_length(len(one) * max(0, other))
-                if operator == "*" and isinstance(one, int) and isinstance(other, int):
-                    _check_length(one.bit_length() + other.bit_length())
             return self.check(super().call_binop(context, operator, left, right))
 
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
-            if isinstance(owner, str) and name in _GROWING:
-                raise ValueError(f"the method {name} is not supported")
             if isinstance(owner, str) and name == "replace" and len(args) > 1:
                 _check_length(len(owner) + (owner.count(args[0]) * len(args[1])))
             if isinstance(owner, str) and name == "join" and args:
                 args = (list(args[0]), *args[1:])
                 _check_length(len(owner) * len(args[0]) + sum(map(len, args[0])))
             return self.check(super().call(context, function, *args, **kwargs))
+
+        def wrap_str_format(self, value: Any) -> None:
+            """Formats are refused below: a width in one can be any number."""
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            grows = isinstance(obj, str) and attr in _GROWING
+            return not grows and super().is_safe_attribute(obj, attr, value)
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             return super().getattr(self.check(obj), attribute)
