@@ -13,6 +13,43 @@ namespace py = pybind11;
 namespace kdt {
 namespace {
 
+// What Python sees of a tree: the arrays and the accepted slots.
+struct VerifiedTree {
+  DraftTree tree;
+  std::vector<int32_t> accepted;
+};
+
+}  // namespace
+}  // namespace kdt
+
+namespace pybind11::detail {
+
+// An object whose __init__ never ran, from T.__new__(T), holds nothing, and pybind11 would give it
+// raw memory for a T: it is no argument for anything.
+template <typename T>
+struct MadeCaster : type_caster_base<T> {
+  bool load(handle source, bool convert) {
+    const type_info* type = get_type_info(typeid(T));
+    if (isinstance(source, handle(reinterpret_cast<PyObject*>(type->type))) &&
+        !reinterpret_cast<instance*>(source.ptr())->get_value_and_holder(type).holder_constructed())
+      return false;
+    return type_caster_base<T>::load(source, convert);
+  }
+};
+template <>
+struct type_caster<kdt::SharedEngine> : MadeCaster<kdt::SharedEngine> {};
+template <>
+struct type_caster<kdt::RequestOptions> : MadeCaster<kdt::RequestOptions> {};
+template <>
+struct type_caster<kdt::StepOutput> : MadeCaster<kdt::StepOutput> {};
+template <>
+struct type_caster<kdt::VerifiedTree> : MadeCaster<kdt::VerifiedTree> {};
+
+}  // namespace pybind11::detail
+
+namespace kdt {
+namespace {
+
 py::dict describe(const ModelConfig& c) {
   py::dict d;
   d["model_type"] = c.model_type;
@@ -168,22 +205,17 @@ py::dict config(const SharedEngine& shared) {
   return d;
 }
 
-const RequestOptions& request_options(py::handle value) {
-  KDT_CHECK_ARGUMENT(py::isinstance<RequestOptions>(value), "options is ", shown(value),
+RequestOptions request_options(py::handle value) {
+  py::detail::make_caster<RequestOptions> caster;
+  KDT_CHECK_ARGUMENT(!value.is_none() && caster.load(value, false), "options is ", shown(value),
                      "; want RequestOptions");
-  return value.cast<const RequestOptions&>();
+  return static_cast<RequestOptions&>(caster);
 }
 
 Array<float> rows_of(const SharedEngine& shared, const std::vector<float>& values) {
   const auto vocab = static_cast<py::ssize_t>(shared.loaded().model_config().vocab_size);
   return to_array(values, {static_cast<py::ssize_t>(values.size()) / vocab, vocab});
 }
-
-// What Python sees of a tree: the arrays and the accepted slots.
-struct VerifiedTree {
-  DraftTree tree;
-  std::vector<int32_t> accepted;
-};
 
 std::optional<VerifiedTree> verified_tree(const StepOutput& output) {
   if (output.tree.num_nodes() == 0) return std::nullopt;

@@ -272,6 +272,22 @@ def test_an_error_of_the_value_itself_is_told(engine: Any) -> None:
         engine.add_request([1, Breaks()], _core.RequestOptions())
 
 
+@pytest.mark.parametrize("name", ["Engine", "RequestOptions", "StepOutput", "Tree"])
+def test_an_object_that_was_never_made_is_refused(engine: Any, name: str) -> None:
+    kind = getattr(_core, name)
+    empty = kind.__new__(kind)
+    takes = {"generate": 2, "add_request": 2, "tree_logits": 3, "logits": 1, "abort": 1}
+    for member in (m for m in vars(kind) if not m.startswith("_")):
+        with pytest.raises(TypeError):
+            value = getattr(empty, member)
+            value(*[[1]] * takes.get(member, 0))
+    if name == "RequestOptions":
+        with pytest.raises(TypeError):
+            empty.max_tokens = 3
+        with pytest.raises(ValueError, match=r"^options is "):
+            engine.generate([1], empty)
+
+
 # ---------------------------------------------------------------- what may hang or crash, apart
 
 PREAMBLE = """
@@ -328,6 +344,22 @@ assert inside[0]["active_requests"] >= 1
 assert not e.has_unfinished() and e.stats()["active_requests"] == 0
 tokens = [t for o in before for t in o.token_ids]
 assert [t for o in e.generate([1, 2, 3], options(40)) for t in o.token_ids] == tokens
+""",
+    )
+
+
+def test_an_array_may_be_made_while_another_is_made_for_the_first_time(tiny_model: Path) -> None:
+    run_apart(
+        tiny_model,
+        """
+from numpy.lib import NumpyVersion
+make, ones = NumpyVersion.__init__, np.ones((1, 2), np.float32)
+def with_a_signal(*arguments):  # a handler may run anywhere in Python
+    NumpyVersion.__init__ = make
+    _core.op_argmax(ones)
+    make(*arguments)
+NumpyVersion.__init__ = with_a_signal
+assert _core.op_argmax(ones) == 0
 """,
     )
 
