@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -19,6 +19,7 @@ from kdtree_engine.streams import ChatStream, Stream
 from kdtree_engine.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 
 Prompt = str | Mapping[str, Any]
+_Result = TypeVar("_Result")
 _CONFIG_KEYS = (
     "method",
     "model",
@@ -61,7 +62,8 @@ class LLM:
     a core. `max_model_len`: most tokens of prompt and text, None or 0 for the model's own.
 
     Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
-    supported, each naming the field. Not for use from several threads at once.
+    supported, each naming the field. Not for use from several threads at once: a request
+    that is started or advanced in the middle of another call is a RuntimeError.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class LLM:
         self.config: dict[str, Any] = self._engine.config()
         self._check_block(options.get("num_speculative_tokens"))
         self._running: dict[int, _Sequence] = {}
+        self._busy = False
 
     def _check_block(self, wanted: int | None) -> None:
         drafter = self.config["drafter"]
@@ -335,13 +338,17 @@ class LLM:
             tree_topk=speculative.tree_topk,
             draft_temperature=speculative.draft_temperature,
         )
-        request_id = engine.add_request(ids, options)
         parser = prompt.parser() if isinstance(prompt, ChatPrompt) else None
-        sequence = _Sequence(
-            request_id, text, ids, params, speculative, self._tokenizer, streamed, parser
-        )
-        self._running[request_id] = sequence
-        return sequence
+
+        def start() -> _Sequence:
+            request_id = engine.add_request(ids, options)
+            sequence = _Sequence(
+                request_id, text, ids, params, speculative, self._tokenizer, streamed, parser
+            )
+            self._running[request_id] = sequence
+            return sequence
+
+        return self._alone(start)
 
     def _prompt_ids(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, ChatPrompt):
@@ -362,8 +369,25 @@ class LLM:
             raise ValueError("prompt_token_ids is empty: want at least one token")
         return None, ids
 
+    def _alone(self, call: Callable[[], _Result]) -> _Result:
+        """Calls it, and refuses to inside another one: outputs of a step between the two would be
+        lost or change places."""
+        if self._busy:
+            raise RuntimeError(
+                "the LLM is in a call: a signal handler, finaliser or other thread can start and "
+                "advance requests only after it"
+            )
+        try:
+            self._busy = True
+            return call()
+        finally:
+            self._busy = False
+
     def _step(self) -> None:
         """One step of the engine; its outputs go to the requests they belong to."""
+        self._alone(self._step_alone)
+
+    def _step_alone(self) -> None:
         for step in self._open_engine().step():
             sequence = self._running.get(step.request_id)
             if sequence is None:

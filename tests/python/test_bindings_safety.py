@@ -384,6 +384,36 @@ assert len(e.generate([1, 2, 3], options(5))) == 5
     )
 
 
+def test_a_signal_handler_cannot_mix_up_the_requests_of_an_llm(tiny_model: Path) -> None:
+    run_apart(
+        tiny_model,
+        """
+llm = LLM(folder, num_threads=2)
+prompt, params = {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=60, ignore_eos=True)
+def tokens():
+    return llm.generate(prompt, params)[0].outputs[0].token_ids
+want = tokens()
+refused, mixed, started = 0, 0, 0
+def handler(*_):
+    global refused, started
+    try:
+        assert llm.generate({"prompt_token_ids": [4, 5]}, SamplingParams(max_tokens=3))[0].finished
+        started += 1
+    except RuntimeError as error:
+        assert "the LLM is in a call" in str(error), error
+        refused += 1
+    signal.setitimer(signal.ITIMER_REAL, 0.0005)
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.0005)
+for _ in range(40):
+    mixed += tokens() != want
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+assert refused > 0 and mixed == 0, (refused, mixed, started)
+assert tokens() == want and not llm.stats()["active_requests"]
+""",
+    )
+
+
 def test_finalisers_may_abort_wherever_they_run(tiny_model: Path) -> None:
     run_apart(
         tiny_model,
