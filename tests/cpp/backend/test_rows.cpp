@@ -229,7 +229,8 @@ KDT_TEST(tensors_of_the_wrong_type_are_refused) {
                 b.silu_mul(ints.tensor, output(b, {2, 4}).tensor));
   EXPECT_THROWS("embed: table is i32",
                 b.embed(ints.tensor, upload(b, Ints{0}).tensor, floats.tensor.rows(0, 1)));
-  EXPECT_THROWS("want 'cpu'", make_backend("tpu", 1));
+  EXPECT_THROWS("device is 'tpu'; want 'auto', 'cpu', 'cuda', 'cuda:N' or 'check:A,B'",
+                make_backend("tpu", 1));
   EXPECT_THROWS("num_threads is -1", make_backend("cpu", -1));
 }
 
