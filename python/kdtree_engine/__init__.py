@@ -10,17 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
-    from kdtree_engine.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from kdtree_engine.outputs import (
+        ChatChunk,
+        ChatOutput,
+        CompletionOutput,
+        RequestOutput,
+        StreamChunk,
+    )
     from kdtree_engine.sampling_params import SamplingParams
     from kdtree_engine.tokenizer import Tokenizer
+    from kdtree_engine.tool_calls import BrokenCall, ToolCall
 
 __all__ = [
     "LLM",
+    "BrokenCall",
+    "ChatChunk",
+    "ChatOutput",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
     "StreamChunk",
     "Tokenizer",
+    "ToolCall",
     "__version__",
 ]
 
@@ -31,11 +42,15 @@ except PackageNotFoundError:  # run from a source tree
 
 _MODULE_OF = {
     "LLM": "llm",
+    "BrokenCall": "tool_calls",
+    "ChatChunk": "outputs",
+    "ChatOutput": "outputs",
     "CompletionOutput": "outputs",
     "RequestOutput": "outputs",
     "StreamChunk": "outputs",
     "SamplingParams": "sampling_params",
     "Tokenizer": "tokenizer",
+    "ToolCall": "tool_calls",
 }
 
 

@@ -99,6 +99,9 @@ class HuggingFaceBackend:
                 f"{path}: model.type is {shown(model.get('type'))}, this version knows 'BPE' "
                 "with a vocab"
             )
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(name):
+                raise ValueError(f"{path}: model.{name} is {shown(model[name])}, want none")
         if not any(kind == "ByteLevel" for kind in _kinds(data.get("decoder"))):
             raise ValueError(f"{path}: decoder is not 'ByteLevel', which this version knows alone")
         self.control = ControlTokens()
@@ -136,6 +139,9 @@ class HuggingFaceBackend:
                 raise ValueError(
                     f"{path}: token {shown(token)} has {error.args[0]!r}, which stands for no byte"
                 ) from None
+        for byte, character in sorted((b, c) for c, b in byte_of.items()):
+            if character not in vocab:
+                raise ValueError(f"{path}: no token for the single byte 0x{byte:02x}")
         for added in plain:
             content = checks.text(f"{path}: added_tokens: content", added.get("content"))
             token_id = checks.integer(f"{path}: the id of {content!r}", added.get("id"), 0, 1 << 24)
@@ -205,6 +211,8 @@ def _load_text_part(
         ) from None
     model = dict(data["model"])
     model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in control}
+    # The package numbers added tokens anew, except for those that the vocabulary has too.
+    model["vocab"] |= {token["content"]: token["id"] for token in plain}
     merges = model.get("merges") or []
     model["merges"] = [m for m in merges if _merged(m) not in control]
     if model.get("unk_token") in control:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import fake_core
+import kdtree_engine
 from conftest import KIMI_NAMES
 from kdtree_engine.llm import LLM
-from kdtree_engine.outputs import ChatOutput
 from kdtree_engine.sampling_params import SamplingParams
 from kdtree_engine.tool_calls import ChatDelta, parse_answer
 
@@ -38,7 +38,7 @@ def parts(answer: Any) -> ChatDelta:
 def test_chat_takes_the_answer_apart(llm: LLM) -> None:
     output = llm.chat(USER, SamplingParams(max_tokens=200), tools=[WEATHER])[0]
     answer = output.outputs[0]
-    assert isinstance(answer, ChatOutput) and answer.finish_reason == "stop"
+    assert isinstance(answer, kdtree_engine.ChatOutput) and answer.finish_reason == "stop"
     assert answer.reasoning == "hm 😀" and answer.content == "Let me ask."
     assert [(c.id, c.name, c.arguments) for c in answer.tool_calls] == [
         ("functions.get_weather:0", "get_weather", '{"city": "x"}')

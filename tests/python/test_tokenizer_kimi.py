@@ -1,0 +1,106 @@
+"""Kimi's tokenizer against independent references: another regular-expression engine, tiktoken's
+own control tokens, and ids of Kimi's vocabulary."""
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import SPECIAL
+from kdtree_engine.tokenizer import SPLIT_PATTERN, Tokenizer
+
+CHARACTERS = [*"aZß'’sStTéǅʰªـ世々〇ー。，1½Ⅷ٣_-/ \t\r\n\x0b\u3000\u200d\u0300"]
+CHARACTERS += ["話說", "'re", "'LL", "😀", "  ", "한국", "กำ"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(CHARACTERS), max_size=24).map("".join) | st.text(max_size=24))
+def test_pieces_are_those_of_another_engine_for_the_same_pattern(text: str) -> None:
+    """The regex package knows the intersection of classes too."""
+    regex = pytest.importorskip("regex")
+    pieces = [p.encode() for p in regex.findall(SPLIT_PATTERN, text, regex.V1)]
+    assert b"".join(pieces) == text.encode()
+    ranks = {bytes([b]): b for b in range(256)}
+    ranks |= {p: 256 + i for i, p in enumerate(dict.fromkeys(p for p in pieces if len(p) > 1))}
+    encoding = tiktoken.Encoding(
+        "x", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+    assert [ranks[p] for p in pieces] == encoding.encode_ordinary(text)
+
+
+PIECES = [
+    *SPECIAL,
+    "hello world",
+    "abc世界",
+    "a  b",
+    " ",
+    "\n",
+    "<|",
+    "|>",
+    "<|reserved_token_505|>",
+]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join))
+def test_templates_encode_as_kimis_tokenizer_does(tokenizer_folder: Path, text: str) -> None:
+    """Kimi's encodes the rendered text with every control token allowed, by tiktoken alone."""
+    source = text.replace("\n", "\\n")
+    (tokenizer_folder / "chat_template.jinja").write_text(f"{{{{ '{source}' }}}}")
+    ours = Tokenizer(tokenizer_folder)
+    lines = (tokenizer_folder / "tiktoken.model").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    names = {f"<|reserved_token_{i}|>": i for i in range(265, 512) if i not in SPECIAL.values()}
+    theirs = tiktoken.Encoding(
+        "x", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=SPECIAL | names
+    )
+    expected = theirs.encode(text, allowed_special="all")
+    assert ours.apply_chat_template([{"role": "user", "content": ""}]) == expected
+
+
+def test_ids_of_kimis_own_vocabulary() -> None:
+    """Needs Kimi's files: KDTREE_TEST_KIMI names a folder with them."""
+    folder = os.environ.get("KDTREE_TEST_KIMI")
+    if not folder:
+        pytest.skip("KDTREE_TEST_KIMI names no folder of a Kimi model")
+    kimi = Tokenizer(folder)
+    known = {"The": 1008, " of": 318, " are": 554, " to": 308, ".": 13, ",": 11, " the": 276}
+    known |= {"Hello": 19180, "世界": 2243, "——": 35086, "I'm": 17172, "You": 3900}
+    known |= {"system": 14062, "user": 2482, "functions": 41937}
+    assert {text: kimi.encode(text) for text in known} == {t: [i] for t, i in known.items()}
+    assert kimi.vocab_size == 163840 and not kimi.add_bos
+    assert kimi.decode([163586, 163595, 163589]) == (
+        "<|im_end|><|tool_calls_section_begin|><|reserved_token_163589|>"
+    )
+    for text in ("你好it's", "。\n\n　　話說天下大勢", "<|reserved_token_163589|>", "<|im_end|>"):
+        ids = kimi.encode(text)
+        assert kimi.decode(ids) == text and not any(map(kimi.is_special, ids))
+
+
+def test_ids_above_the_ranks_are_named_by_themselves(kimi_folder: Path) -> None:
+    kimi = Tokenizer(kimi_folder)
+    assert kimi.decode([256 + 2, 256 + 5, 511]) == "<|im_end|><|reserved_token_261|>[PAD]"
+    for token_id in range(256, 512):
+        name = kimi.decode([token_id])
+        assert kimi.is_special(token_id)
+        if name not in kimi.special_tokens:
+            assert name == f"<|reserved_token_{token_id}|>"
+        assert kimi.encode(name) == [*name.encode()]  # as text
+    assert not kimi.is_special(255) and not kimi.is_special(512) and not kimi.is_special(-1)
+    assert kimi.decode([256 + 22, 256, 256 + 13], skip_special_tokens=True) == (
+        "<think><|tool_call_begin|>"
+    )
+
+
+def test_a_prompt_begins_with_bos_only_where_the_files_say_so(tokenizer_folder: Path) -> None:
+    path = tokenizer_folder / "tokenizer_config.json"
+    options = json.loads(path.read_text())
+    assert Tokenizer(tokenizer_folder).add_bos
+    del options["add_bos_token"]  # as in Kimi's own files
+    path.write_text(json.dumps(options))
+    assert not Tokenizer(tokenizer_folder).add_bos
