@@ -34,6 +34,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
+// The same, or nothing.
+__device__ __forceinline__ void cp_async_16_if(uint32_t to, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}\n" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -83,6 +91,13 @@ __device__ __forceinline__ uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
   return bits;
 }
 
+// (a & mask) | bits in one instruction.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
+  return result;
+}
+
 // 2^x, within 2 units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -96,6 +111,12 @@ __device__ __forceinline__ uint32_t redux_max(uint32_t x) {
 }
 __device__ __forceinline__ uint32_t redux_min(uint32_t x) {
   return __reduce_min_sync(0xFFFFFFFFu, x);
+}
+
+// x, which the compiler from here on takes for another value.
+__device__ __forceinline__ int forget(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // 16 bytes that no thread of the kernel writes.

@@ -17,42 +17,38 @@ class LinearJob {
   using Value = typename Source::Value;
   static constexpr int kTileRows = 8 * kTiles;
 
-  struct Rows {
-    const Value* first;
-    int64_t stride;
-    int present;  // of the tile's rows from this lane's first on
-    __device__ const Value* at(int n) const {
-      return 8 * n < present ? first + 8 * n * stride : nullptr;
-    }
-  };
-
   __device__ explicit LinearJob(const LinearParams& p)
       : p_(p),
         lane_(static_cast<int>(threadIdx.x) % 32),
         matrix_stripes_((p.matrix_rows + 31) / 32 * 2),
         num_stripes_(matrix_stripes_ * p.num_matrices),
         unit_stripes_(kStreamWarps / p.k_warps * kStripes),
-        warp_stripe_(static_cast<int>(threadIdx.x) / 32 / p.k_warps * kStripes),
-        num_tiles_(static_cast<int>((p.num_rows + kTileRows - 1) / kTileRows)),
-        num_units_((num_stripes_ + unit_stripes_ - 1) / unit_stripes_ * num_tiles_) {}
-
-  __device__ int num_units() const { return num_units_; }
-
-  // A warp without a stripe of its own does the last once more and does not store it.
-  __device__ int stripe(int unit) const { return min(own_stripe(unit), num_stripes_ - kStripes); }
-
-  __device__ Rows rows(int unit) const {
-    const int64_t row = first_row(unit) + lane_ / 4;
-    const int64_t head = stripe(unit) / matrix_stripes_;
-    return {static_cast<const Value*>(p_.x) + row * p_.x_row_stride + head * p_.x_head_stride +
-                lane_ % 4 * 8,
-            p_.x_row_stride, static_cast<int>(min(p_.num_rows - row, int64_t{kTileRows}))};
+        warp_stripe_(static_cast<int>(threadIdx.x) / 32 / p.k_warps * kStripes) {
+    const int tiles = static_cast<int>((p.num_rows + kTileRows - 1) / kTileRows);
+    units_ = {(num_stripes_ + unit_stripes_ - 1) / unit_stripes_ * tiles, tiles};
   }
 
-  __device__ void store(int unit, int s, int n, int j, float upper, float lower) const {
+  __device__ const Units& units() const { return units_; }
+
+  // A warp without a stripe of its own does the last once more and does not store it.
+  __device__ int stripe(const Unit& unit) const {
+    return min(own_stripe(unit), num_stripes_ - kStripes);
+  }
+
+  // The row of the call.
+  __device__ int tag(const Unit& unit, int n) const {
+    const int row = unit.inner * kTileRows + 8 * n + lane_ / 4;
+    return row < p_.num_rows ? row : -1;
+  }
+  __device__ const Value* row(const Unit& unit, int row) const {
+    const int64_t head = stripe(unit) / matrix_stripes_;
+    return static_cast<const Value*>(p_.x) + row * p_.x_row_stride + head * p_.x_head_stride +
+           lane_ % 4 * 8;
+  }
+
+  __device__ void store(const Unit& unit, int s, int row, float upper, float lower) const {
     const int stripe = own_stripe(unit) + s;
-    const int64_t row = first_row(unit) + 8 * n + lane_ % 4 * 2 + j;
-    if (stripe >= num_stripes_ || row >= p_.num_rows) return;
+    if (stripe >= num_stripes_) return;
     const int head = stripe / matrix_stripes_;
     const int column = (stripe - head * matrix_stripes_) * 16 + lane_ / 4;
     float* out = p_.out + row * p_.out_row_stride + head * p_.out_head_stride + column;
@@ -61,15 +57,13 @@ class LinearJob {
   }
 
  private:
-  __device__ int own_stripe(int unit) const {
-    return unit / num_tiles_ * unit_stripes_ + warp_stripe_;
-  }
-  __device__ int64_t first_row(int unit) const {
-    return static_cast<int64_t>(unit % num_tiles_) * kTileRows;
+  __device__ int own_stripe(const Unit& unit) const {
+    return unit.outer * unit_stripes_ + warp_stripe_;
   }
 
   const LinearParams& p_;
-  int lane_, matrix_stripes_, num_stripes_, unit_stripes_, warp_stripe_, num_tiles_, num_units_;
+  int lane_, matrix_stripes_, num_stripes_, unit_stripes_, warp_stripe_;
+  Units units_;
 };
 
 // Of a multiprocessor: two while their registers allow it.

@@ -8,10 +8,8 @@ class DownJob : public ExpertJob<kTiles> {
  public:
   using ExpertJob<kTiles>::ExpertJob;
 
-  __device__ void store(int unit, int s, int n, int j, float upper, float lower) const {
-    const int slot = this->slot(unit, n, j);
-    const int column = (this->stripe_of_unit(unit) + s) * 16 + this->lane_ / 4;
-    if (slot < 0) return;
+  __device__ void store(const Unit& unit, int s, int slot, float upper, float lower) const {
+    const int column = (this->own_stripe(unit) + s) * 16 + this->lane_ / 4;
     float* out = static_cast<float*>(this->p_.out) + slot * this->p_.out_stride;
     if (column < this->p_.out_stride) out[column] = upper;
     if (column + 8 < this->p_.out_stride) out[column + 8] = lower;

@@ -8,9 +8,9 @@ class GateUpJob : public ExpertJob<kTiles> {
  public:
   using ExpertJob<kTiles>::ExpertJob;
 
-  __device__ void store(int unit, int s, int n, int j, float gate, float up) const {
-    const int stripe = this->stripe_of_unit(unit) + s, slot = this->slot(unit, n, j);
-    if (stripe >= this->p_.num_stripes || slot < 0) return;
+  __device__ void store(const Unit& unit, int s, int slot, float gate, float up) const {
+    const int stripe = this->own_stripe(unit) + s;
+    if (stripe >= this->p_.num_stripes) return;
     auto* out = static_cast<uint16_t*>(this->p_.out) + slot * this->p_.out_stride;
     out[stripe * 8 + this->lane_ / 4] = to_bf16(gate / (1.0f + expf(-gate)) * up);
   }

@@ -18,62 +18,43 @@ class ExpertJob {
   using Source = BFloat16Source;
   static constexpr int kTileRows = 8 * kTiles;
 
-  struct Rows {
-    const uint16_t* x;  // from this lane's first activation on
-    int64_t stride;
-    int row[kTiles];  // -1: none
-    __device__ const uint16_t* at(int n) const {
-      return row[n] < 0 ? nullptr : x + row[n] * stride;
-    }
-  };
-
   __device__ explicit ExpertJob(const MoeProductParams& p)
       : p_(p),
         lane_(static_cast<int>(threadIdx.x) % 32),
         unit_stripes_(kStreamWarps / p.k_warps * kExpertStripes),
-        warp_stripe_(static_cast<int>(threadIdx.x) / 32 / p.k_warps * kExpertStripes),
-        groups_((p.num_stripes + unit_stripes_ - 1) / unit_stripes_),
-        num_units_(*p.tiles.num_tiles * groups_) {}
-
-  __device__ int num_units() const { return num_units_; }
-
-  // A warp without a stripe of its own does the last ones once more and does not store them.
-  __device__ int stripe(int unit) const {
-    const int tile = unit / groups_;
-    return p_.tiles.expert_of_tile[tile] * p_.num_stripes +
-           min(expert_stripe(unit - tile * groups_), p_.num_stripes - kExpertStripes);
+        warp_stripe_(static_cast<int>(threadIdx.x) / 32 / p.k_warps * kExpertStripes) {
+    const int groups = (p.num_stripes + unit_stripes_ - 1) / unit_stripes_;
+    units_ = {*p.tiles.num_tiles * groups, groups};
   }
 
-  __device__ Rows rows(int unit) const {
-    Rows rows;
-    rows.x = p_.x + lane_ % 4 * 8;
-    rows.stride = p_.x_stride;
-    const int32_t* slots = slots_of(unit) + lane_ / 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int slot = slots[8 * n];
-      rows.row[n] = slot < 0 ? -1 : slot / p_.slots_per_x;
-    }
-    return rows;
+  __device__ const Units& units() const { return units_; }
+
+  // A warp without a stripe of its own does the last ones once more and does not store them.
+  __device__ int stripe(const Unit& unit) const {
+    return p_.tiles.expert_of_tile[unit.outer] * p_.num_stripes +
+           min(own_stripe(unit), p_.num_stripes - kExpertStripes);
+  }
+
+  // The slot.
+  __device__ int tag(const Unit& unit, int n) const {
+    return p_.tiles.slots_of_tile[static_cast<int64_t>(unit.outer) * kTileRows + 8 * n + lane_ / 4];
+  }
+  __device__ const uint16_t* row(const Unit&, int slot) const {
+    return p_.x + slot / p_.slots_per_x * p_.x_stride + lane_ % 4 * 8;
   }
 
  protected:
-  // The slot of row 2 t + j of tile n, -1: none; and the expert's stripe, past the last: none.
-  __device__ int slot(int unit, int n, int j) const {
-    return slots_of(unit)[8 * n + lane_ % 4 * 2 + j];
+  // Of the expert; past the last: none.
+  __device__ int own_stripe(const Unit& unit) const {
+    return unit.inner * unit_stripes_ + warp_stripe_;
   }
-  __device__ int stripe_of_unit(int unit) const { return expert_stripe(unit % groups_); }
 
   const MoeProductParams& p_;
   int lane_;
 
  private:
-  __device__ int expert_stripe(int group) const { return group * unit_stripes_ + warp_stripe_; }
-  __device__ const int32_t* slots_of(int unit) const {
-    return p_.tiles.slots_of_tile + static_cast<int64_t>(unit / groups_) * kTileRows;
-  }
-
-  int unit_stripes_, warp_stripe_, groups_, num_units_;
+  int unit_stripes_, warp_stripe_;
+  Units units_;
 };
 
 // Two blocks of a multiprocessor while their registers allow it.

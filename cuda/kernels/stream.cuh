@@ -42,7 +42,7 @@ struct Int4Format {
   __device__ static void unpack(uint32_t word, uint32_t (&a)[4]) {
 #pragma unroll
     for (int s = 0; s < 4; ++s)
-      a[s] = sub_bf16x2((word >> (4 * s) & 0x000F000Fu) | 0x43004300u, 0x43084308u);
+      a[s] = sub_bf16x2(and_or(word >> (4 * s), 0x000F000Fu, 0x43004300u), 0x43084308u);
   }
 
   // The group's scale is applied in f32 to the group's sum.
@@ -97,7 +97,6 @@ struct BFloat16Format {
 struct BFloat16Source {
   using Value = uint16_t;
   using Raw = uint4;
-  __device__ static Raw zero() { return make_uint4(0, 0, 0, 0); }
   __device__ static Raw load(const Value* from) { return load_16(from); }
   __device__ static uint4 pairs(const Raw& raw) { return raw; }
 };
@@ -107,7 +106,6 @@ struct Float32Source {
   struct Raw {
     uint4 low, high;
   };
-  __device__ static Raw zero() { return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}; }
   __device__ static Raw load(const Value* from) { return {load_16(from), load_16(from + 4)}; }
   __device__ static uint32_t pair(uint32_t a, uint32_t b) {
     return pack_bf16(__uint_as_float(a), __uint_as_float(b));
@@ -115,6 +113,35 @@ struct Float32Source {
   __device__ static uint4 pairs(const Raw& raw) {
     return make_uint4(pair(raw.low.x, raw.low.y), pair(raw.low.z, raw.low.w),
                       pair(raw.high.x, raw.high.y), pair(raw.high.z, raw.high.w));
+  }
+};
+
+// Work of a launch: `count` units, unit `index` being (index / num_inner, index % num_inner). A
+// block takes every gridDim.x-th.
+struct Unit {
+  int index, outer, inner;
+};
+struct Units {
+  int count, num_inner;
+
+  __device__ Unit first() const {
+    const int index = static_cast<int>(blockIdx.x);
+    return {index, index / num_inner, index % num_inner};
+  }
+  // What lies between two units of a block.
+  __device__ Unit step() const {
+    const int by = static_cast<int>(gridDim.x);
+    return {by, by / num_inner, by % num_inner};
+  }
+  // Without a division: there may be little work between two units.
+  __device__ void advance(Unit& unit, const Unit& by) const {
+    unit.index += by.index;
+    unit.outer += by.outer;
+    unit.inner += by.inner;
+    if (unit.inner >= num_inner) {
+      unit.inner -= num_inner;
+      ++unit.outer;
+    }
   }
 };
 
@@ -135,27 +162,32 @@ class StreamProducer {
   using Layout = StreamLayout<Format, kStripes>;
 
   __device__ StreamProducer(const Job& job, const StreamParams& p, int first_chunk, int end_chunk)
-      : job_(job), p_(p), first_(first_chunk), count_(end_chunk - first_chunk) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    lane_ = static_cast<int>(threadIdx.x) % 32;
-    ring_ = shared_address(shared_memory()) + warp * Layout::kRingBytes + lane_ * 16;
-    unit_ = blockIdx.x;
-    next_stripe_ = unit_ < job_.num_units() ? job_.stripe(unit_) : 0;
+      : job_(job),
+        p_(p),
+        first_(first_chunk),
+        count_(end_chunk - first_chunk),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        ring_(shared_address(shared_memory()) +
+              static_cast<int>(threadIdx.x) / 32 * Layout::kRingBytes + lane_ * 16),
+        unit_(job.units().first()),
+        step_(job.units().step()) {
+    if (exists()) next_stripe_ = job_.stripe(unit_);
   }
 
-  // One step, or nothing when all are asked for; always one group of copies.
-  __device__ void advance() {
-    if (left_ == 0 && unit_ < job_.num_units()) {
+  // One step into the stage at `offset` of the ring, or nothing when all are asked for; always one
+  // group of copies.
+  __device__ void advance(int offset) {
+    if (left_ == 0 && exists()) {
       const int64_t panel = next_stripe_ / 2;
       from_ = p_.weights + (panel * p_.num_chunks + first_) * (2 * Format::kChunkBytes) +
               next_stripe_ % 2 * Format::kChunkBytes + lane_ * 16;
       left_ = count_;
-      unit_ += static_cast<int>(gridDim.x);
+      job_.units().advance(unit_, step_);
       // Known long before it is needed.
-      if (unit_ < job_.num_units()) next_stripe_ = job_.stripe(unit_);
+      if (exists()) next_stripe_ = job_.stripe(unit_);
     }
     if (left_ > 0) {
-      const uint32_t to = ring_ + stage_ * Layout::kStageBytes;
+      const uint32_t to = ring_ + offset;
 #pragma unroll
       for (int at = 0; at < Layout::kStageBytes; at += 512) {
         if (at + 512 <= Layout::kStageBytes || at + lane_ * 16 < Layout::kStageBytes)
@@ -165,29 +197,29 @@ class StreamProducer {
       --left_;
     }
     cp_async_commit();
-    stage_ = stage_ + 1 == Layout::kStages ? 0 : stage_ + 1;
   }
 
  private:
+  __device__ bool exists() const { return unit_.index < job_.units().count; }
+
   const Job& job_;
   const StreamParams& p_;
   int first_, count_, lane_;
   uint32_t ring_;
-  int unit_;
-  int next_stripe_;
+  Unit unit_, step_;
+  int next_stripe_ = 0;
   int left_ = 0;
-  int stage_ = 0;
   const unsigned char* from_ = nullptr;
 };
 
 // Runs all units of a block. A Job has
-//   Source, and the type Rows with `const Source::Value* at(n)`: this lane's row of tile n, from
-//   its
-//     first activation on, or null where there is none
-//   num_units(), stripe(unit): the warp's first stripe of all weights, even when kStripes is 2
-//   rows(unit): Rows of the warp's stripe
-//   store(unit, s, n, j, upper, lower): the sums of rows g and g + 8 of the warp's stripe s for row
-//     2 t + j of tile n
+//   Source: how activations are read
+//   units()
+//   stripe(unit): the warp's first stripe of all weights, even when kStripes is 2
+//   tag(unit, n): names row g of tile n for the functions below, -1: there is none; row 0 is there
+//   row(unit, tag): where this lane's first activation of the row is
+//   store(unit, s, tag, upper, lower): the sums of weight rows g and g + 8 of the warp's stripe s
+//     for a row
 template <typename Format, int kStripes, int kTiles, typename Job>
 __device__ void stream_products(const Job& job, const StreamParams& p) {
   using Source = typename Job::Source;
@@ -200,30 +232,45 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
   const int end_chunk = p.num_chunks * (slice + 1) / p.k_warps;
   const unsigned char* ring = shared_memory() + warp * Layout::kRingBytes;
   auto* exchange = reinterpret_cast<float*>(shared_memory() + kStreamWarps * Layout::kRingBytes);
-  const int num_units = job.num_units(), step = static_cast<int>(gridDim.x);
-  int unit = static_cast<int>(blockIdx.x);
-  if (unit >= num_units) return;
+  const Units units = job.units();
+  const Unit step = units.step();
+  Unit unit = units.first();
+  if (unit.index >= units.count) return;
 
   StreamProducer<Format, kStripes, Job> producer(job, p, first_chunk, end_chunk);
 #pragma unroll 1
-  for (int i = 0; i + 1 < Layout::kStages; ++i) producer.advance();
+  for (int i = 0; i + 1 < Layout::kStages; ++i) producer.advance(i * Layout::kStageBytes);
 
-  typename Job::Rows rows = job.rows(unit);
+  // A lane without a row reads row 0: its products stay in columns that are not stored, and a load
+  // without a branch can be waited for where its value is used.
+  const typename Source::Value* rows[kTiles];
   typename Source::Raw raw[kGroups][kTiles];
+  int tags[kTiles], next_tags[kTiles];
+  const auto set_rows = [&](const Unit& of, const int (&from)[kTiles]) {
+    const int row_0 = __shfl_sync(0xFFFFFFFFu, from[0], 0);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) rows[n] = job.row(of, from[n] < 0 ? row_0 : from[n]);
+  };
   const auto load_rows = [&](int chunk, int group) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const typename Source::Value* from = rows.at(n);
-      raw[group][n] =
-          from == nullptr ? Source::zero() : Source::load(from + chunk * kChunkK + group * 32);
-    }
+    for (int n = 0; n < kTiles; ++n)
+      raw[group][n] = Source::load(rows[n] + (chunk * kChunkK + group * 32));
   };
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) tags[n] = job.tag(unit, n);
+  set_rows(unit, tags);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) load_rows(first_chunk, group);
 
-  int stage = 0, buffer = 0;
+  // Offsets in the ring: of the stage to use, and of the one that is free.
+  int stage = 0, free_stage = Layout::kRingBytes - Layout::kStageBytes, buffer = 0;
 #pragma unroll 1
-  for (; unit < num_units; unit += step) {
+  while (unit.index < units.count) {
+    Unit next = unit;
+    units.advance(next, step);
+    if (next.index >= units.count) next = unit;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) next_tags[n] = job.tag(next, n);
     float sum[kStripes][kTiles][4];
 #pragma unroll
     for (int s = 0; s < kStripes; ++s) {
@@ -237,25 +284,29 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
     for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
       cp_async_wait<Layout::kStages - 2>();
       __syncwarp();  // all lanes' copies have come, and all have read the stage filled next
-      producer.advance();
-      const unsigned char* at = ring + stage * Layout::kStageBytes;
+      producer.advance(free_stage);
+      const unsigned char* at = ring + stage;
       typename Format::Stripe stripe[kStripes];
 #pragma unroll
       for (int s = 0; s < kStripes; ++s)
         stripe[s] = Format::load(at + s * Format::kChunkBytes, lane);
-      stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
+      free_stage = stage;
+      stage += Layout::kStageBytes;
+      if (stage == Layout::kRingBytes) stage = 0;
       int next_chunk = chunk + 1;
-      if (next_chunk == end_chunk && unit + step < num_units) rows = job.rows(unit + step);
-      if (next_chunk == end_chunk) next_chunk = first_chunk;
+      if (next_chunk == end_chunk) {
+        set_rows(next, next_tags);
+        next_chunk = first_chunk;
+      }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         uint4 b[kTiles];
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) b[n] = Source::pairs(raw[group][n]);
+        load_rows(next_chunk, group);
 #pragma unroll
         for (int s = 0; s < kStripes; ++s)
           Format::template multiply<kTiles>(stripe[s], group, b, sum[s]);
-        load_rows(next_chunk, group);
       }
     }
     // The slices meet a tile at a time; with two buffers one barrier for each is enough.
@@ -276,6 +327,7 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
 #pragma unroll
       for (int item = 0; item < kStripes * 2; ++item) {
         const int s = item / 2, j = item % 2;
+        const int tag = __shfl_sync(0xFFFFFFFFu, tags[n], (lane % 4 * 2 + j) * 4);
         if ((item & (p.k_warps - 1)) != slice) continue;
         float upper = sum[s][n][j], lower = sum[s][n][2 + j];
         if (p.k_warps > 1) {
@@ -286,9 +338,12 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
             lower += slices[((w * kStripes + s) * 4 + 2 + j) * 32];
           }
         }
-        job.store(unit, s, n, j, upper, lower);
+        if (tag >= 0) job.store(unit, s, tag, upper, lower);
       }
     }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) tags[n] = next_tags[n];
+    units.advance(unit, step);
   }
   cp_async_wait<0>();
 }

@@ -16,6 +16,9 @@ inline uint32_t shared_address(const void* pointer) { return emulator::shared_of
 inline void cp_async_16(uint32_t to, const void* from, bool valid = true) {
   emulator::copy_async(to, from, valid);
 }
+inline void cp_async_16_if(uint32_t to, const void* from, bool wanted) {
+  if (wanted) emulator::copy_async(to, from, true);
+}
 inline void cp_async_commit() { emulator::commit_async(); }
 template <int kPending>
 void cp_async_wait() {
@@ -101,6 +104,7 @@ inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16(detail::half_of(a, 0) - detail::half_of(b, 0),
                    detail::half_of(a, 1) - detail::half_of(b, 1));
 }
+inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 namespace detail {
@@ -120,6 +124,8 @@ inline uint32_t redux_max(uint32_t x) {
 inline uint32_t redux_min(uint32_t x) {
   return detail::redux("redux_min", x, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
 }
+
+inline int forget(int x) { return x; }
 
 inline uint4 load_16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0)
