@@ -68,6 +68,7 @@ class ChatTemplate:
     tool_source: str | None
     for_kimi: bool
     _compiled: dict[str, Any] = field(default_factory=dict)
+    _environment: Any = None
 
     def render(
         self,
@@ -127,12 +128,12 @@ class ChatTemplate:
                 f"{self.name}: {len(source)} characters, want at most {MAX_SOURCE_CHARS}"
             )
         try:
-            if source not in self._compiled:
-                self._compiled[source] = _environment()
-            environment = self._compiled[source]
+            environment = self._environment = self._environment or _environment()
             environment.deadline = time.monotonic() + MAX_SECONDS
+            if source not in self._compiled:
+                self._compiled[source] = environment.from_string(source)
             parts, length = [], 0
-            for part in environment.from_string(source).generate(context):
+            for part in self._compiled[source].generate(context):
                 environment.check(part)
                 length += len(part)
                 _check_length(length)

@@ -117,6 +117,23 @@ def test_variables_of_the_template(say: Run, tokenizer_folder: Path) -> None:
     assert status == 1 and "thinking is False" in err
 
 
+THOUGHT = [*b"hm", 256 + 23, *b"Wait.", 256 + 13, *b"now:0", 256 + 14, *b"{}", 256 + 15]
+THOUGHT += [256 + 13, *b"bad", 256 + 15]
+
+
+def test_reasoning_and_calls_are_not_the_answer(
+    say: Run, scripted: Fake, kimi_folder: Path
+) -> None:
+    scripted.script = THOUGHT
+    status, out, err = say("x")
+    assert (status, out) == (0, "Wait.\n")
+    assert err.splitlines()[-3:] == [
+        "hm",
+        "[calls now {}]",
+        "[a call that cannot be made, as the call has no arguments: bad]",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "status", "message"),
     [
@@ -258,6 +275,22 @@ def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(terminal: Terminal) -> Non
     assert "hello world!\r\nhello\r\n" in terminal.expect(">>> ")
     terminal.send("/quit\n")
     assert terminal.status() == 0
+
+
+def test_reasoning_is_dimmed(scripted: Fake, kimi_folder: Path) -> None:
+    from kdtree_engine.cli import main
+
+    scripted.script = THOUGHT
+    child = Terminal(lambda: main(["chat"]))
+    try:
+        child.expect(">>> ")
+        child.send("x\n")
+        shown = child.expect("[a call that cannot be made")
+        assert "\x1b[2mhm\r\n\x1b[0mWait.\r\n[calls now {}]\r\n" in shown
+        child.send("\x04")
+        assert child.status() == 0
+    finally:
+        child.close()
 
 
 def test_lines_can_be_recalled(terminal: Terminal) -> None:
