@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "io/json.h"
+#include "io/utf8.h"
 
 namespace kdt {
 namespace {
@@ -204,7 +205,8 @@ SafetensorsFolder::SafetensorsFolder(const std::string& folder) : folder_(folder
     const std::string name = entry.path().filename().string();
     KDT_CHECK(
         !name.starts_with("model-") || !name.ends_with(".safetensors") || shards.contains(name),
-        folder, ": ", name, " is not named by ", kIndexFile);
+        folder, ": ", is_utf8(name) ? name : "a file model-*.safetensors whose name is not UTF-8",
+        " is not named by ", kIndexFile);
   }
 }
 

@@ -223,6 +223,9 @@ KDT_TEST(refuses_a_folder_whose_files_do_not_agree) {
   dir.write("model-3.safetensors", named({"d"}));
   EXPECT_THROWS("model-3.safetensors is not named by model.safetensors.index.json", open());
   std::filesystem::remove(dir.path("model-3.safetensors"));
+  dir.write("model-\xff.safetensors", named({"d"}));
+  EXPECT_THROWS("whose name is not UTF-8 is not named by model.safetensors.index.json", open());
+  std::filesystem::remove(dir.path("model-\xff.safetensors"));
   dir.write("model.safetensors", named({"a"}));
   EXPECT_THROWS("both model.safetensors and model.safetensors.index.json", open());
 }
