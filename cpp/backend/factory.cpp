@@ -66,9 +66,11 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
 #ifdef KDT_WITH_CUDA
   return cuda::make_cuda_backend(number);
 #else
-  throw Error(join("device is '", device,
-                   "', but this build has no CUDA back end: install with KDT_CUDA=ON (it needs a "
-                   "CUDA compiler)"));
+  throw Error(
+      join("device is '", device,
+           "', but this build has no CUDA back end: install again with `pip install . -C "
+           "cmake.define.KDT_CUDA=ON` where nvcc is, or with `KDTREE_PIP_CUDA=1 pip install "
+           ".`, which takes the CUDA compiler from PyPI"));
 #endif
 }
 

@@ -83,7 +83,7 @@ class Engine:
         self,
         model: str,
         drafter: str | None = None,
-        device: str = "cpu",
+        device: str = "cpu",  # or "auto", "cuda", "cuda:N", "check:A,B"
         *,
         num_threads: int = 0,  # 0: one a core
         max_model_len: int = 0,  # 0: the checkpoint's max_position_embeddings

@@ -73,7 +73,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     max_model_len: common.MaxModelLen = 0,
     num_threads: common.NumThreads = 0,
-    device: common.Device = "cpu",
+    device: common.Device = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -183,7 +183,7 @@ def tree(
     svg: Annotated[Path | None, typer.Option(help="Also write a picture to this file.")] = None,
     chat: common.Chat = False,
     num_threads: common.NumThreads = 0,
-    device: common.Device = "cpu",
+    device: common.Device = "auto",
 ) -> None:
     """Draw the draft tree of the next round and the path the target accepts.
 

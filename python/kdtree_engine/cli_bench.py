@@ -175,6 +175,7 @@ def machine_info(llm: "LLM") -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "device": stats.get("device"),
         "num_threads": stats.get("num_threads"),
         "isa": stats.get("isa"),
         "system": f"{platform.system()} {platform.machine()}",
@@ -223,7 +224,7 @@ def bench(
         int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens a prompt.")
     ] = 128,
     num_threads: common.NumThreads = 0,
-    device: common.Device = "cpu",
+    device: common.Device = "auto",
     arithmetic: Annotated[
         bool,
         typer.Option("--arithmetic", help="Compare plain decoding with the machine's ceilings."),
@@ -260,8 +261,14 @@ def bench(
     listed = listed[:limit] if limit else listed
     speculative = common.speculative_options(draft_model, None if len(settings) > 1 else "none")
     llm = common.load(model, speculative, device=device, num_threads=num_threads)
+    used = str(llm.stats()["device"])
+    if arithmetic and used != "cpu":
+        raise OptionError(
+            f"--arithmetic compares with the ceilings of this CPU, and --device {device} computes "
+            f"on {used}: add --device cpu"
+        )
     measure(llm, listed, settings, max_tokens)
-    _print_table(settings, len(listed), max_tokens)
+    _print_table(settings, len(listed), max_tokens, used)
     report = {
         "model": folder.resolve().name,
         "prompts": len(listed),
@@ -296,8 +303,8 @@ def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> flo
     return sum(lengths) / len(lengths) + plain.tokens / len(prompts) / 2
 
 
-def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int) -> None:
-    table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each")
+def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int, device: str) -> None:
+    table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each, on {device}")
     table.add_column("setting", no_wrap=True, min_width=max(len(s.spec.name) for s in settings))
     for name in ("tokens per forward", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", overflow="fold")

@@ -52,7 +52,7 @@ def chat(
     ] = None,
     max_model_len: common.MaxModelLen = 0,
     num_threads: common.NumThreads = 0,
-    device: common.Device = "cpu",
+    device: common.Device = "auto",
 ) -> None:
     """Talk with a model.
 

@@ -33,7 +33,13 @@ DraftModel = Annotated[
     Path | None,
     typer.Option(help="Drafter's folder.  [default: the folder 'drafter' inside the model's]"),
 ]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where to compute: auto (a GPU if there is one and no --num-threads, else the CPU), "
+        "cpu, cuda, cuda:N, or check:A,B (both, compared op by op)."
+    ),
+]
 NumThreads = Annotated[
     int,
     typer.Option("--num-threads", "-t", show_default=False, help="[default: one a core]"),

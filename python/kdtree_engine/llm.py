@@ -58,8 +58,11 @@ class LLM:
     `method` ("none", "dflash", "ddtree"; the default is "ddtree" when there is a drafter),
     `model` (the drafter's folder, by default `drafter` inside the model's), `tree_budget` (1 to 256
     or "auto"), `tree_topk`, `draft_temperature`, `num_speculative_tokens` (must be the drafter's
-    block size less one). The method changes the speed, never the tokens. `num_threads`: 0 for one
-    a core. `max_model_len`: most tokens of prompt and text, None or 0 for the model's own.
+    block size less one). The method changes the speed, never the tokens. `device`: "auto" (a GPU if
+    there is one that this build has code for, else the CPU; the CPU where `num_threads` is given),
+    "cpu", "cuda", "cuda:N", or "check:A,B", which computes on both and raises RuntimeError at the
+    first op whose results differ by more than rounding. `num_threads`: of the CPU, 0 for one a
+    core. `max_model_len`: most tokens of prompt and text, None or 0 for the model's own.
 
     Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
     supported, each naming the field. Not for use from several threads at once: a request
@@ -71,7 +74,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         speculative_config: Mapping[str, Any] | None = None,
-        device: str = "cpu",
+        device: str = "auto",
         num_threads: int = 0,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
@@ -90,6 +93,13 @@ class LLM:
             "prefill_chunk_size": prefill_chunk_size,
         }
         sizes = {n: checks.integer(n, value, *ENGINE_LIMITS[n]) for n, value in sizes.items()}
+        checks.word("device", device)
+        if sizes["num_threads"] and device == "auto":
+            device = "cpu"
+        if sizes["num_threads"] and device.startswith("cuda"):
+            raise ValueError(
+                f"num_threads is {num_threads}; device {shown(device)} has no use for it"
+            )
         if progress is not None and not callable(progress):
             raise ValueError(f"progress is {shown(progress)}, want a function")
         options = _checked_keys({} if speculative_config is None else speculative_config)
@@ -106,7 +116,7 @@ class LLM:
         self._engine = _core.Engine(
             str(self.model),
             str(drafter) if drafter else None,
-            checks.word("device", device),
+            device,
             **sizes,
             progress=progress,
         )

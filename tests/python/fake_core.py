@@ -49,6 +49,7 @@ class Engine:
 
     def __init__(self, model: str, drafter: str | None, device: str, **options: Any) -> None:
         self.drafter, self.options = drafter, options
+        self.device = "cpu" if device == "auto" else device
         self.active: dict[int, dict[str, Any]] = {}
         self.added: list[RequestOptions] = []
         self.aborted: list[int] = []
@@ -64,7 +65,8 @@ class Engine:
         }
 
     def stats(self) -> dict[str, Any]:
-        return {"num_threads": 1, "isa": "fake", "target_forwards": 0}
+        counters = {"num_threads": 1, "isa": "fake", "target_forwards": 0}
+        return {"device": self.device, **counters}
 
     def add_request(self, prompt_token_ids: list[int], options: RequestOptions) -> int:
         self.added.append(options)

@@ -26,6 +26,7 @@ def test_bench(scripted: Fake, run: Run, prompts: Path, tmp_path: Path) -> None:
         assert name in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["machine"]["isa"] == "fake" and report["machine"]["cpu_count"]
+    assert report["machine"]["device"] == "cpu" and "on cpu" in " ".join(out.split())
     records = report["settings"]
     assert [(r["method"], r["tree_budget"]) for r in records] == [
         ("none", None),
@@ -38,6 +39,11 @@ def test_bench(scripted: Fake, run: Run, prompts: Path, tmp_path: Path) -> None:
         assert record["tokens"] == 15
     assert [r["tokens_per_forward"] for r in records] == [1.0, 2.0, 2.0, 2.0]
     assert records[0]["speedup_over_plain"] == 1.0
+    status, out, _ = run("bench", "--device", "cuda:1", "--json", str(tmp_path / "r.json"))
+    assert status == 0 and "on cuda:1" in " ".join(out.split())
+    assert json.loads((tmp_path / "r.json").read_text())["machine"]["device"] == "cuda:1"
+    status, _, err = run("bench", "--device", "cuda", "--arithmetic")
+    assert status == 2 and "--arithmetic" in err and "add --device cpu" in err
 
 
 def test_bench_fails_when_tokens_differ(scripted: Fake, run: Run, prompts: Path) -> None:

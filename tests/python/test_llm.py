@@ -182,6 +182,25 @@ def test_bad_options_are_named(fake_engine: Fake, field: str, values: list[Any])
             LLM(**{field: value})
 
 
+def test_devices_reach_the_engine(fake_engine: Fake) -> None:
+    seen: list[str] = []
+    init = fake_engine.__init__
+
+    def noting(self: Any, model: str, drafter: str | None, device: str, **options: Any) -> None:
+        seen.append(device)
+        init(self, model, drafter, device, **options)
+
+    fake_engine.__init__ = noting  # type: ignore[method-assign]
+    options: list[dict[str, Any]] = [{}, {"num_threads": 2}]
+    options += [{"device": name} for name in ("cpu", "cuda:1", "check:cpu,cuda")]
+    for one in options:
+        LLM(**one)
+    assert seen == ["auto", "cpu", "cpu", "cuda:1", "check:cpu,cuda"]
+    LLM(device="check:cpu,cuda", num_threads=1)
+    with pytest.raises(ValueError, match="num_threads is 2; device 'cuda:0' has no use for it"):
+        LLM(device="cuda:0", num_threads=2)
+
+
 def test_speculative_options_reach_the_engine(fake_engine: Fake) -> None:
     config = {"tree_budget": 24, "tree_topk": 6, "draft_temperature": 0.5}
     llm = LLM(speculative_config={**config, "num_speculative_tokens": 7})

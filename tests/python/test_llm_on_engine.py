@@ -153,6 +153,24 @@ def test_progress_reaches_the_total(tiny_model: Path) -> None:
     assert seen == sorted(seen)
 
 
+def test_a_device_that_is_not_there_says_what_is_missing(tiny_model: Path) -> None:
+    words = "KDT_CUDA=ON|no NVIDIA driver|shows no GPU|the driver supports|want 'cuda:0'"
+    with pytest.raises((ValueError, RuntimeError), match=f"^device is 'cuda:999'.*({words})"):
+        LLM(tiny_model, device="cuda:999")
+    for device in ("cuda:", "cuda:x", "cuda:-1", "CPU", "", "check:cpu", "check:cpu,tpu"):
+        with pytest.raises(ValueError, match=f"^device is '{device}'; want '"):
+            LLM(tiny_model, device=device)
+
+
+def test_two_back_ends_compared_op_by_op_give_the_tokens_of_one(tiny_model: Path) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    with LLM(tiny_model, device="cpu") as llm:
+        want = [ids(llm, "hello", params, method) for method in METHODS[:3]]
+    with LLM(tiny_model, device="check:cpu,cpu") as llm:
+        assert llm.stats()["device"] == "check:cpu,cpu"
+        assert [ids(llm, "hello", params, method) for method in METHODS[:3]] == want
+
+
 @pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "num_threads", "device"])
 def test_bad_engine_options_are_named(tiny_model: Path, field: str) -> None:
     value: Any = "tpu" if field == "device" else -1
