@@ -22,6 +22,8 @@ def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> b
         return _inspect_folder(path, as_json, console)
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} is a part of a checkpoint: give its folder, {path.parent}")
+    if path.exists() and not path.is_file():  # a pipe would wait for its writer
+        raise ValueError(f"{path} is neither a folder nor a file")
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic != b"KDTR":

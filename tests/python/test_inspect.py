@@ -1,6 +1,7 @@
 """`kdtree inspect` on KDTR files and checkpoint folders."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def test_files_that_are_something_else(bundle: Path, tmp_path: Path) -> None:
         inspect_path(tmp_path, as_json=False)
     with pytest.raises(FileNotFoundError):
         inspect_path(tmp_path / "none", as_json=False)
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is neither a folder nor a file"):
+        inspect_path(tmp_path / "pipe", as_json=False)
 
 
 def test_folder_with_faults(
