@@ -98,6 +98,21 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return result;
 }
 
+// A kernel launched with launch_early starts while the one before it in the stream still runs. This
+// waits until that one, and all before it, have ended and what they wrote can be seen. Every thread
+// calls it before it touches what they write, and before it ends.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+// Lets the next kernel, if it is launched early, start once all blocks have called this or ended.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 // 2^x, within 2 units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -114,7 +129,7 @@ __device__ __forceinline__ uint32_t redux_min(uint32_t x) {
 }
 
 // x, which the compiler from here on takes for another value.
-__device__ __forceinline__ int forget(int x) {
+__device__ __forceinline__ unsigned forget(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }

@@ -104,6 +104,8 @@ inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16(detail::half_of(a, 0) - detail::half_of(b, 0),
                    detail::half_of(a, 1) - detail::half_of(b, 1));
 }
+inline void wait_for_previous_kernel() {}
+inline void start_next_kernel() {}
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
@@ -125,7 +127,7 @@ inline uint32_t redux_min(uint32_t x) {
   return detail::redux("redux_min", x, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
 }
 
-inline int forget(int x) { return x; }
+inline unsigned forget(unsigned x) { return x; }
 
 inline uint4 load_16(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0)

@@ -22,6 +22,7 @@ KDT_TEST(mla_bundles) {
     const Floats latent = values<float>(file.at("latent"));
     const int64_t rows = file.at("latent").shape[0];
     for (int64_t block_size : {32, 64, 128}) {
+      if (!on_cpu() && !large_cases() && block_size != 64) continue;
       const int64_t used = (rows + block_size - 1) / block_size;
       const Ints blocks = permuted_blocks(used, used + 2, block_size);
       MlaCache cache(backend(), rank, rope_dim, used + 2, block_size, 2);
@@ -29,7 +30,7 @@ KDT_TEST(mla_bundles) {
       const Rows tree(backend(), rows - slots, blocks, values<int32_t>(file.at("parents")));
       const double error =
           max_error(cache.attend(query, heads, tree, 1), values<double>(file.at("out")));
-      if (!(error < 5e-6))
+      if (!(error < (on_cpu() ? 5e-6 : 2e-2)))
         report(__FILE__, __LINE__, join(name, ", blocks of ", block_size, ": ", error));
     }
   }
@@ -174,8 +175,8 @@ KDT_TEST(mla_query_against_the_rope_bundles) {
                       .scale = scale,
                       .out = out.tensor};
     b.mla_query(args);
-    EXPECT(max_error(download(b, out.tensor), expected) < 2e-6);
-    if (device() == "cpu") {
+    EXPECT(max_error(download(b, out.tensor), expected) < (on_cpu() ? 2e-6 : 2e-2));
+    if (on_cpu()) {
       const Buffer outside = upload(b, Ints(rows, 128));
       args.positions = outside.tensor;
       EXPECT_THROWS("mla_query: position 128 is outside the rope table of 128", b.mla_query(args));
@@ -223,7 +224,8 @@ KDT_TEST(mla_store_normalises_and_rotates) {
     const double a = std::exp(rotated[d]), c = std::exp(rotated[3 * kDim + d]);
     const Floats out = cache.attend(query, 1, Rows(b, 1, {0}, {-1}));
     for (int64_t i = 0; i < kRank; ++i) {
-      EXPECT_NEAR(out[i], (a * latents[i] + c * latents[kRank + i]) / (a + c), 2e-6);
+      EXPECT_NEAR(out[i], (a * latents[i] + c * latents[kRank + i]) / (a + c),
+                  on_cpu() ? 2e-6 : 1e-2);
     }
   }
 }
