@@ -35,6 +35,10 @@ inline std::string device() {
 
 inline bool on_cpu() { return device() == "cpu"; }
 
+// Results are a GPU's, in bf16 arithmetic, and a value out of range is reported by the next
+// synchronization. "check:cpu,cuda:0" gives the CPU's.
+inline bool on_gpu() { return device().rfind("cuda", 0) == 0; }
+
 inline bool is_set(const char* name) {
   const char* value = std::getenv(name);
   return value != nullptr && std::string(value) == "1";

@@ -65,7 +65,7 @@ KDT_TEST(model_bundles) {
     target.run(0, 0, tokens);
     drafter.extend(0, 0, target.features());
     const Floats logits = drafter.draft({{0, length, scalar<int32_t>(file, "root_token")}});
-    EXPECT(max_error(logits, values<double>(file.at("draft_logits"))) < 1e-4);
+    EXPECT(are_close(logits, values<double>(file.at("draft_logits")), kVocab));
   }
 }
 
@@ -81,7 +81,7 @@ KDT_TEST(golden_results_of_transformers) {
   const Buffer memory = upload(backend(), slice(hidden, 64, 7 * 64), {7, 64});
   const Buffer expected = output(backend(), {7, kVocab});
   target.model().lm_head(memory.tensor, expected.tensor);
-  EXPECT(max_error(logits, download(backend(), expected.tensor)) < 1e-4);
+  EXPECT(are_close(logits, download(backend(), expected.tensor), kVocab));
 }
 
 KDT_TEST(context_in_chunks_of_any_size_gives_equal_bits) {
@@ -89,6 +89,7 @@ KDT_TEST(context_in_chunks_of_any_size_gives_equal_bits) {
   for (const char* preset : {"tiny", "kimi_groups"}) {  // full layers; a sliding one
     Floats expected;
     for (int threads : {1, 2, 3}) {
+      if (threads > 1 && !on_cpu()) continue;
       const auto b = make_backend(device(), threads);
       Target target(*b, preset, {0, 1});
       Drafter drafter(target, preset);

@@ -20,10 +20,11 @@ KDT_TEST(model_bundles) {
     const Ints tokens = values<int32_t>(file.at("token_ids"));
     const auto length = static_cast<int64_t>(tokens.size());
     const Floats logits = target.run(0, 0, tokens);
-    EXPECT(max_error(logits, values<double>(file.at("logits"))) < 1e-4);
+    EXPECT(are_close(logits, values<double>(file.at("logits")), kVocab));
     const Floats tree = target.run(0, length, values<int32_t>(file.at("tree_tokens")),
                                    values<int32_t>(file.at("tree_parents")));
-    EXPECT(max_error(tree, values<double>(file.at("tree_logits"))) < 1e-4);
+    EXPECT(are_close(tree, values<double>(file.at("tree_logits")), kVocab));
+    if (on_gpu()) continue;  // near ties of random logits fall another way
     // The rows of the tree are written over.
     const Ints greedy = values<int32_t>(file.at("greedy"));
     Ints generated = {argmax(logits, length - 1)};
@@ -43,12 +44,12 @@ KDT_TEST(golden_results_of_transformers) {
     expect_weights_of(file, preset);
     Target target(backend(), preset, {0, 1});
     const Ints tokens = values<int32_t>(file.at("token_ids"));
-    EXPECT(max_error(target.run(0, 0, tokens), values<float>(file.at("logits"))) < 1e-4);
-    EXPECT(max_error(target.features(), values<float>(file.at("features"))) < 1e-4);
+    EXPECT(are_close(target.run(0, 0, tokens), values<float>(file.at("logits")), kVocab));
+    EXPECT(are_close(target.features(), values<float>(file.at("features")), 128));
     const Floats tree =
         target.run(0, static_cast<int64_t>(tokens.size()), values<int32_t>(file.at("tree_tokens")),
                    values<int32_t>(file.at("tree_parents")));
-    EXPECT(max_error(tree, values<float>(file.at("tree_logits"))) < 1e-4);
+    EXPECT(are_close(tree, values<float>(file.at("tree_logits")), kVocab));
   }
 }
 
@@ -59,16 +60,18 @@ KDT_TEST(the_nested_layout_is_the_same_model) {
 }
 
 KDT_TEST(prefill_in_chunks_of_any_size_gives_equal_bits) {
-  const Ints tokens = random_tokens(150, 2);
+  const int64_t length = is_slow() ? 70 : 150;
+  const Ints tokens = random_tokens(length, 2);
   Floats expected, expected_features;
   for (int threads : {1, 2}) {
+    if (threads > 1 && !on_cpu()) continue;
     const auto b = make_backend(device(), threads);
     Target target(*b, "kimi_groups", {0, 2});
     for (int64_t chunk : {150, 64, 7, 1}) {
       Floats logits, features;
       const int64_t sequence = chunk % 4;  // other blocks each time
-      for (int64_t begin = 0; begin < 150; begin += chunk) {
-        const int64_t count = std::min<int64_t>(chunk, 150 - begin);
+      for (int64_t begin = 0; begin < length; begin += chunk) {
+        const int64_t count = std::min<int64_t>(chunk, length - begin);
         append(logits, target.run(sequence, begin, slice(tokens, begin, count)));
         append(features, target.features());
       }
@@ -86,6 +89,7 @@ KDT_TEST(tree_rows_get_the_bits_of_plain_decoding) {
   for (const char* preset : {"tiny", "plain"}) {
     Target target(backend(), preset);
     for (int64_t prefix : {0, 1, 31, 40, 64}) {
+      if (is_slow() && prefix != 1 && prefix != 64) continue;
       const Ints prompt = random_tokens(prefix, 3), parents = random_tree(40, prefix);
       const Ints tokens = random_tokens(40, 4);
       if (prefix > 0) {
@@ -93,7 +97,7 @@ KDT_TEST(tree_rows_get_the_bits_of_plain_decoding) {
         target.run(1, 0, prompt);
       }
       const Floats tree = target.run(0, prefix, tokens, parents);
-      for (int64_t slot = 0; slot < 40; slot += 3) {
+      for (int64_t slot = 0; slot < 40; slot += is_slow() ? 13 : 3) {
         // Plain decoding: one token a step along the slot's path.
         Floats step;
         int64_t position = prefix;
@@ -158,15 +162,26 @@ KDT_TEST(sequences_of_one_batch_do_not_touch_each_other) {
 KDT_TEST(batches_that_do_not_fit_are_refused) {
   Target target(backend(), "tiny");
   EXPECT_THROWS("batch: more than 160 rows", target.run(0, 0, random_tokens(161, 1)));
-  if (device() != "cpu") return;
-  EXPECT_THROWS("embed: token id 512", target.run(0, 0, {512}));
-  EXPECT_THROWS("needs 257 cached rows", target.run(0, 255, {1, 2}));
-  EXPECT_THROWS("position 300 is outside the rope table of 300", target.run(0, 300, {1}));
   RowBatch batch(target.backend(), 4, 1, 8);
   batch.begin_sequence(0, Target::blocks(0));
   batch.add_row(1, 0, -1);
   batch.add_row(2, 1, 1);
   batch.upload();
+  if (on_gpu()) {
+    EXPECT_THROWS("token id 512 at row 0 is out of range", target.run(0, 0, {512}));
+    EXPECT_THROWS("is out of range", target.run(0, 255, {1, 2}));
+    EXPECT_THROWS("300 at row 0 is out of range", target.run(0, 300, {1}));
+    target.model().forward(batch, target.cache());
+    EXPECT_THROWS("parent 1 at row 1 is out of range", target.backend().synchronize());
+    // No fault is left over, and the target is as it was.
+    Target fresh(backend(), "tiny");
+    const Ints tokens = random_tokens(9, 1);
+    EXPECT(same_bits(target.run(0, 0, tokens), fresh.run(0, 0, tokens)));
+    return;
+  }
+  EXPECT_THROWS("embed: token id 512", target.run(0, 0, {512}));
+  EXPECT_THROWS("needs 257 cached rows", target.run(0, 255, {1, 2}));
+  EXPECT_THROWS("position 300 is outside the rope table of 300", target.run(0, 300, {1}));
   EXPECT_THROWS("parent 1 of slot 1", target.model().forward(batch, target.cache()));
 }
 
