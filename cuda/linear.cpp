@@ -2,6 +2,9 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <functional>
+#include <system_error>
+#include <thread>
 
 #include "backend/checks.h"
 #include "kernels/linear.h"
@@ -14,6 +17,27 @@ namespace {
 // the order of sums, so it depends on nothing but in_features.
 int32_t k_warps_of(int64_t in_features) {
   return in_features >= 1024 ? 8 : in_features >= 512 ? 4 : in_features >= 256 ? 2 : 1;
+}
+
+// body(i) for each i below `count`, on a few threads: one alone is slower than a good disk. The
+// body does not throw.
+void in_parallel(int64_t count, const std::function<void(int64_t)>& body) {
+  const int64_t cores = std::thread::hardware_concurrency();
+  const int64_t threads = std::clamp<int64_t>(std::min(cores, count), 1, 8);
+  std::vector<std::thread> others;
+  const auto share = [&](int64_t first) {
+    for (int64_t i = first; i < count; i += threads) body(i);
+  };
+  others.reserve(threads);
+  for (int64_t t = 1; t < threads; ++t) {
+    try {
+      others.emplace_back(share, t);
+    } catch (const std::system_error&) {  // no more threads here
+      share(t);
+    }
+  }
+  share(0);
+  for (std::thread& thread : others) thread.join();
 }
 
 // Where element (row, h, i) of x or out lies: row * row + h * head + i.
@@ -110,13 +134,14 @@ std::shared_ptr<void> upload_panels(const std::vector<PanelRow>& rows, DType dty
   const int64_t panel_bytes = stream_shape(dtype, in_features).panel_bytes();
   const int64_t num_panels = static_cast<int64_t>(rows.size()) / kPanelRows;
   const std::shared_ptr<void> memory = device_memory(num_panels * panel_bytes);
-  const int64_t step = std::max<int64_t>(1, (int64_t{16} << 20) / panel_bytes);
+  const int64_t step = std::max<int64_t>(1, (int64_t{64} << 20) / panel_bytes);
   std::vector<uint8_t> packed(std::min(step, num_panels) * panel_bytes);
   for (int64_t begin = 0; begin < num_panels; begin += step) {
     const int64_t count = std::min(step, num_panels - begin);
-    for (int64_t i = 0; i < count; ++i)
+    in_parallel(count, [&](int64_t i) {
       pack_panel(&rows[(begin + i) * kPanelRows], dtype, in_features,
                  packed.data() + i * panel_bytes);
+    });
     // Returns once the bytes are out of `packed`.
     KDT_CUDA_CHECK(cudaMemcpyAsync(typed<char>(memory) + begin * panel_bytes, packed.data(),
                                    count * panel_bytes, cudaMemcpyHostToDevice, stream));

@@ -32,34 +32,33 @@ uint32_t interleave(uint32_t upper, uint32_t lower) {
 uint32_t upper_of(uint32_t word) { return (word & 0x0F0Fu) | (word >> 16 & 0x0F0Fu) << 4; }
 uint32_t lower_of(uint32_t word) { return (word >> 4 & 0x0F0Fu) | (word >> 16 & 0xF0F0u); }
 
-// Eight nibbles of a row from column 8 * word on.
-uint32_t nibbles(const PanelRow& row, int64_t word, int64_t words) {
-  if (row.matrix == nullptr || word >= words) return kZeroNibbles;
-  return read<uint32_t>(row.matrix->data, row.row * words + word);
+const uint8_t* row_start(const PanelRow& row, int64_t row_bytes) {
+  return row.matrix == nullptr ? nullptr : row.matrix->data + row.row * row_bytes;
 }
 
-// Scale of a group; 0 behind the last.
+// Scale of a group; 0 for a row that is none.
 uint16_t scale_of(const PanelRow& row, int64_t group, int64_t groups) {
-  if (row.matrix == nullptr || group >= groups) return 0;
-  return read<uint16_t>(row.matrix->scale, row.row * groups + group);
+  return row.matrix == nullptr ? uint16_t{0}
+                               : read<uint16_t>(row.matrix->scale, row.row * groups + group);
 }
 
 void pack_int4(const PanelRow* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
-  const int64_t words = in_features / 8, groups = in_features / 32;
+  const int64_t row_bytes = in_features / 2, groups = in_features / 32;
   for (int64_t g = 0; g < 8; ++g) {
-    const PanelRow &upper = rows[g], &lower = rows[g + 8];
-    for (int64_t t = 0; t < 4; ++t) {
-      for (int64_t group = 0; group < 2; ++group) {
-        const int64_t word = chunk * 8 + group * 4 + t;
-        const uint32_t a = nibbles(upper, word, words), b = nibbles(lower, word, words);
-        const int64_t to = (g * 4 + t) * 4 + group * 2;
+    const uint8_t* upper = row_start(rows[g], row_bytes);
+    const uint8_t* lower = row_start(rows[g + 8], row_bytes);
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t group = chunk * 2 + i;
+      const bool exists = group < groups;
+      for (int64_t t = 0; t < 4; ++t) {
+        const int64_t word = group * 4 + t, to = (g * 4 + t) * 4 + i * 2;
+        const uint32_t a = exists && upper ? read<uint32_t>(upper, word) : kZeroNibbles;
+        const uint32_t b = exists && lower ? read<uint32_t>(lower, word) : kZeroNibbles;
         write(out, to, interleave(a & 0xFFFFu, b & 0xFFFFu));
         write(out, to + 1, interleave(a >> 16, b >> 16));
       }
-    }
-    for (int64_t group = 0; group < 2; ++group) {
-      write(out + 512, g * 4 + group, scale_of(upper, chunk * 2 + group, groups));
-      write(out + 512, g * 4 + 2 + group, scale_of(lower, chunk * 2 + group, groups));
+      write(out + 512, g * 4 + i, exists ? scale_of(rows[g], group, groups) : uint16_t{0});
+      write(out + 512, g * 4 + 2 + i, exists ? scale_of(rows[g + 8], group, groups) : uint16_t{0});
     }
   }
 }
@@ -68,51 +67,52 @@ void unpack_int4(const uint8_t* in, int64_t in_features, int64_t chunk, uint8_t*
                  uint8_t* scale) {
   const int64_t words = in_features / 8, groups = in_features / 32;
   for (int64_t g = 0; g < 8; ++g) {
-    for (int64_t group = 0; group < 2 && chunk * 2 + group < groups; ++group) {
+    for (int64_t i = 0; i < 2 && chunk * 2 + i < groups; ++i) {
+      const int64_t group = chunk * 2 + i;
       for (int64_t t = 0; t < 4; ++t) {
-        const int64_t from = (g * 4 + t) * 4 + group * 2, word = chunk * 8 + group * 4 + t;
+        const int64_t from = (g * 4 + t) * 4 + i * 2, word = group * 4 + t;
         const auto first = read<uint32_t>(in, from), second = read<uint32_t>(in, from + 1);
         write(values, g * words + word, upper_of(first) | upper_of(second) << 16);
         write(values, (g + 8) * words + word, lower_of(first) | lower_of(second) << 16);
       }
-      const int64_t at = chunk * 2 + group;
-      write(scale, g * groups + at, read<uint16_t>(in + 512, g * 4 + group));
-      write(scale, (g + 8) * groups + at, read<uint16_t>(in + 512, g * 4 + 2 + group));
+      write(scale, g * groups + group, read<uint16_t>(in + 512, g * 4 + i));
+      write(scale, (g + 8) * groups + group, read<uint16_t>(in + 512, g * 4 + 2 + i));
     }
   }
 }
 
-// Calls body(row, column, index) for the pairs of values of a chunk of bf16 in their order.
-template <typename Body>
-void for_pairs(int64_t chunk, const Body& body) {
-  int64_t index = 0;
-  for (int64_t fragment = 0; fragment < 2; ++fragment) {
-    for (int64_t lane = 0; lane < 32; ++lane) {
-      for (int64_t a = 0; a < 4; ++a) {
-        const int64_t k = lane % 4 * 8 + fragment * 4 + a / 2 * 2;
-        body(lane / 4 + a % 2 * 8, chunk * 32 + k, index++);
-      }
-    }
-  }
+// Eight values of a row, four pairs, go to the lane (row % 8, t): two pairs to each fragment, to
+// a[0] and a[2] of the upper rows, a[1] and a[3] of the lower ones.
+int64_t pair_index(int64_t row, int64_t t, int64_t pair) {
+  return (pair / 2 * 32 + row % 8 * 4 + t) * 4 + pair % 2 * 2 + row / 8;
+}
+
+// Bytes of the eight values from `column` on that a row has.
+int64_t present_bytes(int64_t column, int64_t columns) {
+  return std::clamp<int64_t>(columns - column, 0, 8) * 2;
 }
 
 void pack_bf16(const PanelRow* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
-  for_pairs(chunk, [&](int64_t row, int64_t column, int64_t index) {
-    const HostMatrix* matrix = rows[row].matrix;
-    const int64_t present = matrix == nullptr ? 0 : std::clamp<int64_t>(in_features - column, 0, 2);
-    uint32_t pair = 0;
-    if (present > 0)
-      std::memcpy(&pair, matrix->data + (rows[row].row * in_features + column) * 2, present * 2);
-    write(out, index, pair);
-  });
+  for (int64_t row = 0; row < kStripeRows; ++row) {
+    const uint8_t* from = row_start(rows[row], in_features * 2);
+    for (int64_t t = 0; t < 4; ++t) {
+      const int64_t column = chunk * 32 + t * 8, bytes = present_bytes(column, in_features);
+      uint32_t pairs[4] = {};
+      if (from != nullptr && bytes > 0) std::memcpy(pairs, from + column * 2, bytes);
+      for (int64_t i = 0; i < 4; ++i) write(out, pair_index(row, t, i), pairs[i]);
+    }
+  }
 }
 
 void unpack_bf16(const uint8_t* in, int64_t in_features, int64_t chunk, uint8_t* values) {
-  for_pairs(chunk, [&](int64_t row, int64_t column, int64_t index) {
-    const int64_t present = std::clamp<int64_t>(in_features - column, 0, 2);
-    if (present > 0)
-      std::memcpy(values + (row * in_features + column) * 2, in + index * 4, present * 2);
-  });
+  for (int64_t row = 0; row < kStripeRows; ++row) {
+    for (int64_t t = 0; t < 4; ++t) {
+      const int64_t column = chunk * 32 + t * 8, bytes = present_bytes(column, in_features);
+      uint32_t pairs[4];
+      for (int64_t i = 0; i < 4; ++i) pairs[i] = read<uint32_t>(in, pair_index(row, t, i));
+      if (bytes > 0) std::memcpy(values + (row * in_features + column) * 2, pairs, bytes);
+    }
+  }
 }
 
 }  // namespace
