@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/stream.cuh"
 #include "launch.cuh"
-#include "stream.cuh"
 
 namespace kdt::cuda {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "kernels/moe.h"
+#include "kernels/stream.cuh"
 #include "launch.cuh"
-#include "stream.cuh"
 
 namespace kdt::cuda {
 
