@@ -8,12 +8,6 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kGroups == 1 ? 2 : 1)
     mla_attention_kernel(const MlaAttentionParams p) {
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_memory());
-  // Pairs of the thread's group, and its m16 tiles with a pair in them.
-  const auto pairs = [&] {
-    return min(max(shared.item.count - 16 * C::kTiles * mla_place<C>().group, 0), 16 * C::kTiles);
-  };
-  const auto active = [&] { return (pairs() + 15) / 16; };
-
   for (int32_t index = blockIdx.x;; index = shared.item.index + gridDim.x) {
     const int num_tiles = mla_begin_item<C>(p, index, shared);
     if (num_tiles < 0) break;
@@ -21,7 +15,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kGroups == 1 ? 2 : 1)
 #pragma unroll
     for (int piece = 0; piece < C::kPieces - 2; ++piece) mla_copy_piece<C>(p, shared, piece);
     uint32_t q[C::kTiles][C::kQuerySteps][4];
-    mla_load_query<C>(p, shared, pairs(), q);
+    // Of the thread's group.
+    const int pairs = shared.item.count - 16 * C::kTiles * mla_place<C>().group;
+    mla_load_query<C>(p, shared, pairs, q);
     float out[C::kTiles][C::kOutSteps][2][4] = {};
 
     for (int tile = 0; tile < shared.item.num_tiles; ++tile) {
@@ -36,19 +32,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kGroups == 1 ? 2 : 1)
       const uint32_t pieces[2] = {
           first, C::kPieces % 2 == 0 ? first + C::kPieceBytes : address(2 * tile + 1)};
       float own[2][4];
-      if (active() == C::kTiles) {
-        mla_scores<C::kTiles, C>(shared, q, pieces, own);
-      } else if (active() == 1) {
-        mla_scores<1, C>(shared, q, pieces, own);
-      }
+      mla_scores<C>(shared, q, pieces, own);
       __syncthreads();
-      if (mla_place<C>().warp < 2 * active()) mla_softmax<C>(shared, own, tile);
+      if (C::kTiles == 2 || mla_place<C>().warp < 2 * C::kTiles) mla_softmax<C>(shared, own, tile);
       __syncthreads();
-      if (active() == C::kTiles) {
-        mla_add_values<C::kTiles, C>(shared, out, pieces);
-      } else if (active() == 1) {
-        mla_add_values<1, C>(shared, out, pieces);
-      }
+      mla_add_values<C>(shared, out, pieces);
     }
     cp_async_wait<0>();
     mla_store_out<C>(p, shared, out);
@@ -58,9 +46,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kGroups == 1 ? 2 : 1)
 template <typename C>
 void launch_config(const MlaAttentionParams& params, int num_multiprocessors, cudaStream_t stream) {
   const int64_t rows = params.end_row - params.first_row;
-  const int64_t tiles =
-      ceil_div(rows * params.num_heads, C::kPairs) + params.sequences.num_sequences;
-  const int64_t items = tiles * params.num_segments + rows * ceil_div(params.num_heads, C::kPairs);
+  const int64_t items =
+      C::kIsPath ? rows * ceil_div(params.num_heads, C::kPairs)
+                 : (ceil_div(rows * params.num_heads, C::kPairs) + params.sequences.num_sequences) *
+                       params.num_segments;
   const int64_t resident = static_cast<int64_t>(num_multiprocessors) * (C::kGroups == 1 ? 2 : 1);
   launch<mla_attention_kernel<C>>(dim3(static_cast<unsigned>(items < resident ? items : resident)),
                                   C::kThreads, static_cast<int64_t>(sizeof(typename C::Shared)),
@@ -74,11 +63,17 @@ void launch_shape(const MlaAttentionParams& params, int num_multiprocessors, cud
       ceil_div(params.end_row - params.first_row, params.sequences.num_sequences) *
       params.num_heads;
   if (pairs <= 16) {
-    launch_config<MlaConfig<kRank, kRope, 1, 1>>(params, num_multiprocessors, stream);
+    launch_config<MlaConfig<kRank, kRope, 1, 1, false>>(params, num_multiprocessors, stream);
   } else if (pairs <= 128) {
-    launch_config<MlaConfig<kRank, kRope, 1, 2>>(params, num_multiprocessors, stream);
+    launch_config<MlaConfig<kRank, kRope, 1, 2, false>>(params, num_multiprocessors, stream);
   } else {
-    launch_config<MlaConfig<kRank, kRope, 2, 2>>(params, num_multiprocessors, stream);
+    launch_config<MlaConfig<kRank, kRope, 2, 2, false>>(params, num_multiprocessors, stream);
+  }
+  // The keys of a path belong to the heads of one row.
+  if (params.num_heads <= 16) {
+    launch_config<MlaConfig<kRank, kRope, 1, 1, true>>(params, num_multiprocessors, stream);
+  } else {
+    launch_config<MlaConfig<kRank, kRope, 1, 2, true>>(params, num_multiprocessors, stream);
   }
 }
 

@@ -20,16 +20,17 @@ struct MlaItem {
 };
 
 // A block holds kGroups * kTiles * 16 (row, head) pairs of one sequence and takes the keys of one
-// segment, or of one row's path, in tiles of 32.
+// segment or, with kIsPath, of one row's path, in tiles of 32.
 //
 // The four warps of a group share its pairs. Query, scores and output live in registers: warp w
 // has the 16 of every 64 dimensions that begin at 16 w, both of the query and of the output. A
 // tile's scores are thus sums of four slices, which meet in shared memory in the order of warps;
 // an owner warp for each 8 pairs adds them up, takes the softmax and gives the weights back. What
 // is done to a pair does not depend on its place in the tile, so all instances give the same bits.
-template <int kRank_, int kRope_, int kGroups_, int kTiles_>
+template <int kRank_, int kRope_, int kGroups_, int kTiles_, bool kIsPath_>
 struct MlaConfig {
   static constexpr int kRank = kRank_, kRope = kRope_, kGroups = kGroups_, kTiles = kTiles_;
+  static constexpr bool kIsPath = kIsPath_;
   static constexpr int kWidth = kRank + kRope;
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kPairs = 16 * kTiles * kGroups;
@@ -42,7 +43,7 @@ struct MlaConfig {
   struct Shared {
     unsigned char ring[kPieces][kPieceBytes];
     // Scores for [owner, one of the other warps, piece of the tile, n8 of the piece, lane]; then,
-    // in the place of the first, the owner's weights [piece, lane].
+    // in the place of the first, the owner's weights [piece, n8, lane].
     float2 exchange[kGroups][2 * kTiles * 3 * 2 * 2 * 32];
     int64_t keys[kMlaPathKeys];  // cache rows of a path's keys, or of a segment's pieces; -1: none
     int32_t limits[kPairs];      // keys that a pair sees; -1 for no pair

@@ -44,6 +44,7 @@ struct MlaPathScratch {
 template <int kThreads>
 __device__ void mla_path(const MlaAttentionParams& p, const MlaSequence& s, int32_t row,
                          int32_t position, MlaPathScratch& scratch, int64_t* rows) {
+  const int thread = forget(threadIdx.x);
   const int32_t first = mla_prefix_keys(position);
   const int count = position - first + 1;
   const int cached = max(s.prefix_len - first, 0);  // keys before the tree's; less than count
@@ -53,19 +54,19 @@ __device__ void mla_path(const MlaAttentionParams& p, const MlaSequence& s, int3
 
   // Most paths are the end of a chain, whose slots need not be looked for.
   bool is_chain = true;
-  for (int i = cached + threadIdx.x; i < count; i += kThreads) {
+  for (int i = cached + thread; i < count; i += kThreads) {
     const int32_t own = slot - (count - 1 - i);
     if (i > cached || from_root) is_chain = is_chain && parents[own] == (i > cached ? own - 1 : -1);
     scratch.slots[i] = own;
   }
   is_chain = __all_sync(0xFFFFFFFFu, is_chain);
-  if (threadIdx.x % 32 == 0) scratch.is_chain[threadIdx.x / 32] = is_chain;
-  for (int i = threadIdx.x; i < min(kMlaWindow, slot + 1); i += kThreads)
+  if (thread % 32 == 0) scratch.is_chain[thread / 32] = is_chain;
+  for (int i = thread; i < min(kMlaWindow, slot + 1); i += kThreads)
     scratch.window[i] = parents[slot - i];
   __syncthreads();
   for (int w = 0; w < kThreads / 32; ++w) is_chain = is_chain && scratch.is_chain[w] != 0;
 
-  if (!is_chain && threadIdx.x == 0) {
+  if (!is_chain && thread == 0) {
     int32_t at = slot;
     for (int i = count - 1; i >= cached; --i) {
       scratch.slots[i] = at;
@@ -80,7 +81,7 @@ __device__ void mla_path(const MlaAttentionParams& p, const MlaSequence& s, int3
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < kMlaPathKeys; i += kThreads) {
+  for (int i = thread; i < kMlaPathKeys; i += kThreads) {
     int64_t found = -1;
     if (i < cached) {
       found = cache_row(p.sequences, s.index, first + i);

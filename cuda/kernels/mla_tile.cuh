@@ -17,9 +17,9 @@ __device__ __forceinline__ MlaPlace mla_place() {
           C::kGroups == 1 ? 0 : static_cast<int>(thread / 128)};
 }
 
-// This warp's slice of the scores of kM m16 tiles, handed to their owners; `own` is what it keeps.
-// `pieces`: the tile's two.
-template <int kM, typename C>
+// This warp's slice of the scores, handed to their owners; `own` is what it keeps. `pieces`: the
+// tile's two.
+template <typename C>
 __device__ __forceinline__ void mla_scores(typename C::Shared& shared,
                                            const uint32_t (&q)[C::kTiles][C::kQuerySteps][4],
                                            const uint32_t (&pieces)[2], float (&own)[2][4]) {
@@ -28,6 +28,7 @@ __device__ __forceinline__ void mla_scores(typename C::Shared& shared,
   // Key lane / 16 * 8 + lane % 8, half lane / 8 % 2 of the warp's 16 dimensions.
   const uint32_t offset =
       (lane / 16 * 8 + lane % 8) * C::kRowBytes + (((2 * warp + lane / 8 % 2) ^ lane % 8) << 4);
+  constexpr int kM = C::kTiles;
   // Independent chains of mma: two pieces at once where registers allow it.
   constexpr int kAtOnce = kM == 1 ? 2 : 1;
 #pragma unroll
@@ -109,10 +110,10 @@ __device__ __forceinline__ void mla_softmax(typename C::Shared& shared, float (&
                            exp2_approx(v[j / 2][j % 2 * 2 + 1] - shift));
     part[j] = bf16_low(weights[j]) + bf16_high(weights[j]);
   }
-  // As the fragments of the product with the values want them.
-  auto* given = reinterpret_cast<uint2*>(mine);
-  given[0] = make_uint2(weights[0], weights[1]);
-  given[32] = make_uint2(weights[2], weights[3]);
+  __syncwarp();  // all lanes have read what the weights overwrite
+  auto* given = reinterpret_cast<uint32_t*>(mine - lane) + lane;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) given[j * 32] = weights[j];
   float sum = (part[0] + part[1]) + (part[2] + part[3]);
   sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
   sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
@@ -122,14 +123,15 @@ __device__ __forceinline__ void mla_softmax(typename C::Shared& shared, float (&
   }
 }
 
-// out = out * scale + weights * values for kM m16 tiles.
-template <int kM, typename C>
+// out = out * scale + weights * values.
+template <typename C>
 __device__ __forceinline__ void mla_add_values(typename C::Shared& shared,
                                                float (&out)[C::kTiles][C::kOutSteps][2][4],
                                                const uint32_t (&pieces)[2]) {
   const auto [lane, warp, group] = mla_place<C>();
+  constexpr int kM = C::kTiles;
   const float* scales = shared.scales + 16 * C::kTiles * group + lane / 4;
-  const auto* given = reinterpret_cast<const uint2*>(shared.exchange[group] + lane);
+  const auto* given = reinterpret_cast<const uint32_t*>(shared.exchange[group]) + lane;
   // Key lane / 8 % 2 * 8 + lane % 8, half lane / 16 of the warp's 16 columns.
   const uint32_t offset =
       (lane / 8 % 2 * 8 + lane % 8) * C::kRowBytes + (((2 * warp + lane / 16) ^ lane % 8) << 4);
@@ -156,11 +158,9 @@ __device__ __forceinline__ void mla_add_values(typename C::Shared& shared,
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      const uint2 low = given[(2 * m * 12 + i) * 32], high = given[((2 * m + 1) * 12 + i) * 32];
-      a[m][0] = low.x;
-      a[m][1] = high.x;
-      a[m][2] = low.y;
-      a[m][3] = high.y;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)  // word by word: a fragment wants its registers in a row
+        a[m][j] = given[(2 * m + j % 2) * 3 * 4 * 64 + (2 * i + j / 2) * 32];
     }
 #pragma unroll
     for (int step = 0; step < C::kOutSteps; ++step) {
@@ -185,9 +185,8 @@ __device__ __forceinline__ void mla_copy_piece(const MlaAttentionParams& p,
     const unsigned thread = forget(threadIdx.x);
     const int key = thread / 8 % kMlaPieceKeys, column = thread % 8;
     const int group = C::kGroups == 1 ? 0 : thread / 128;  // takes every other 128 bytes
-    const bool is_path = shared.item.segment < 0;
-    const int64_t first = shared.keys[is_path ? piece * kMlaPieceKeys + key : piece];
-    const int64_t row = is_path ? first : first + key;
+    const int64_t first = shared.keys[C::kIsPath ? piece * kMlaPieceKeys + key : piece];
+    const int64_t row = C::kIsPath ? first : first + key;
     unsigned char* to = shared.ring[piece % C::kPieces] + key * C::kRowBytes +
                         ((column ^ key % 8) << 4) + group * 128;
     if (first >= 0) {
@@ -241,7 +240,7 @@ __device__ __forceinline__ void mla_store_out(const MlaAttentionParams& p,
                                               const float (&out)[C::kTiles][C::kOutSteps][2][4]) {
   const auto [lane, warp, group] = mla_place<C>();
   const int64_t slots = p.num_segments + 1;
-  const int32_t slot = shared.item.segment < 0 ? p.num_segments : shared.item.segment;
+  const int32_t slot = C::kIsPath ? p.num_segments : shared.item.segment;
   const int64_t first =
       static_cast<int64_t>(shared.item.row - p.first_row) * p.num_heads + shared.item.head;
 #pragma unroll
@@ -259,8 +258,9 @@ __device__ __forceinline__ void mla_store_out(const MlaAttentionParams& p,
       }
     }
   }
-  if (threadIdx.x < C::kPairs && shared.limits[threadIdx.x] > 0)
-    p.partial_sums[(first + threadIdx.x) * slots + slot] = shared.sums[threadIdx.x];
+  const int pair = forget(threadIdx.x);
+  if (pair < C::kPairs && shared.limits[pair] > 0)
+    p.partial_sums[(first + pair) * slots + slot] = shared.sums[pair];
 }
 
 }  // namespace kdt::cuda
