@@ -33,20 +33,31 @@ void allow_shared_memory(int64_t bytes) {
 }  // namespace detail
 #endif
 
-// Nothing is started for an empty grid.
+// Nothing is started for an empty grid. `early`: the kernel may start while the one before it in
+// the stream still runs (on sm_90 and newer), and calls wait_for_previous_kernel.
 template <auto kKernel, typename Params>
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t stream,
-            const Params& params) {
+            const Params& params, bool early = false) {
   KDT_CHECK(shared_bytes <= kMaxSharedBytes, "cuda: a block of ", shared_bytes,
             " bytes of shared memory, at most ", kMaxSharedBytes);
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
 #ifdef KDT_EMULATOR
   static_cast<void>(stream);
+  static_cast<void>(early);
   emulator::launch(grid, num_threads, shared_bytes, [&] { kKernel(params); });
 #else
   if (shared_bytes > 48 * 1024) detail::allow_shared_memory<kKernel>(shared_bytes);
-  kKernel<<<grid, num_threads, shared_bytes, stream>>>(params);
-  KDT_CUDA_CHECK(cudaGetLastError());
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  KDT_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, params));
 #endif
 }
 

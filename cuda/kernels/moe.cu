@@ -14,6 +14,7 @@ constexpr int kPrepareWarps = kPrepareThreads / 32;
 constexpr int64_t kMostCounters = kMaxExperts;
 constexpr int64_t kRoundColumns = 4 * kPrepareThreads;
 constexpr int kSumThreads = 256;
+constexpr int kSumAtOnce = 8;
 
 // Each takes 32 slots at a time.
 __host__ __device__ int sorting_warps(const MoePrepareParams& p) {
@@ -117,6 +118,7 @@ __device__ void sort_slots(const MoePrepareParams& p, int num_warps) {
 
 // Block 0 sorts, the others round: each a run of columns of a token.
 __global__ void moe_prepare_kernel(const MoePrepareParams p) {
+  start_next_kernel();
   if (blockIdx.x == 0) return sort_slots(p, sorting_warps(p));
   const int64_t parts = (p.x_stride + kRoundColumns - 1) / kRoundColumns;
   for (int64_t part = blockIdx.x - 1; part < parts * p.num_tokens; part += gridDim.x - 1) {
@@ -129,14 +131,26 @@ __global__ void moe_prepare_kernel(const MoePrepareParams p) {
 }
 
 __global__ void moe_sum_kernel(const MoeSumParams p) {
+  wait_for_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= p.hidden_size) return;
   for (int64_t token = blockIdx.y; token < p.num_tokens; token += gridDim.y) {
     float sum = p.out[token * p.hidden_size + i];
-    for (int64_t slot = token * p.top_k; slot < (token + 1) * p.top_k; ++slot) {
-      const int32_t id = p.ids[slot];
-      if (id >= 0 && id < p.num_experts)
-        sum = fmaf(p.weights[slot], p.part[slot * p.hidden_size + i], sum);
+    const int64_t end = (token + 1) * p.top_k;
+    for (int64_t first = token * p.top_k; first < end; first += kSumAtOnce) {
+      // Loads of several at once; the part of an id that is no expert is not used.
+      int32_t id[kSumAtOnce];
+      float weight[kSumAtOnce], part[kSumAtOnce];
+#pragma unroll
+      for (int k = 0; k < kSumAtOnce; ++k) {
+        const int64_t slot = min(first + k, end - 1);
+        id[k] = first + k < end ? p.ids[slot] : -1;
+        weight[k] = p.weights[slot];
+        part[k] = p.part[slot * p.hidden_size + i];
+      }
+#pragma unroll
+      for (int k = 0; k < kSumAtOnce; ++k)
+        if (id[k] >= 0 && id[k] < p.num_experts) sum = fmaf(weight[k], part[k], sum);
     }
     p.out[token * p.hidden_size + i] = sum;
   }
@@ -160,7 +174,7 @@ void launch_moe_prepare(const MoePrepareParams& params, cudaStream_t stream) {
 void launch_moe_sum(const MoeSumParams& params, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(params.hidden_size, kSumThreads)),
                   static_cast<unsigned>(std::min<int64_t>(params.num_tokens, 65535)));
-  launch<moe_sum_kernel>(grid, kSumThreads, 0, stream, params);
+  launch<moe_sum_kernel>(grid, kSumThreads, 0, stream, params, /*early=*/true);
 }
 
 }  // namespace kdt::cuda

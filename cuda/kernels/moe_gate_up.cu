@@ -19,8 +19,10 @@ class GateUpJob : public ExpertJob<kTiles> {
 template <typename Format, int kTiles>
 __global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
     gate_up_kernel(const MoeProductParams p) {
+  wait_for_previous_kernel();
+  start_next_kernel();  // so the next one knows that this one's predecessor has ended
   stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles>(p),
-                                                  {p.weights, p.num_chunks, p.k_warps});
+                                                  {p.weights, p.num_chunks, p.k_warps, false});
 }
 
 template <typename Format>

@@ -70,7 +70,7 @@ void launch_expert_product(const MoeProductParams& p, cudaStream_t stream) {
             " stripe groups in one call");
   const int64_t blocks = std::min<int64_t>(units, p.num_multiprocessors * kExpertBlocks<kTiles>);
   launch<kKernel>(dim3(static_cast<unsigned>(blocks)), kStreamThreads,
-                  StreamLayout<Format, kExpertStripes>::kBytes, stream, p);
+                  StreamLayout<Format, kExpertStripes>::kBytes, stream, p, /*early=*/true);
 }
 
 }  // namespace kdt::cuda

@@ -2,12 +2,12 @@
 // rows of activations the columns of B.
 //
 // A block works on units: a few stripes of weights times a tile of up to 8 * kTiles rows. Its eight
-// warps cut the k dimension into `k_warps` slices, and share the unit's stripes beyond that.
-// Weights come through a ring in shared memory that is private to each warp and keeps running
-// across units, so the main loop has no block barrier; activations come straight from memory into
-// registers, one step ahead. A slice is added up in order of k, the slices in their order: an
-// output's bits depend on its row, its weights and the weights' shape, never on tiles, units or
-// blocks.
+// warps cut the k dimension into `k_warps` slices, every k_warps-th chunk, so that a block reads
+// one piece of memory after another; beyond that they share the unit's stripes. Weights come
+// through a ring in shared memory that is private to each warp and keeps running across units, so
+// the main loop has no block barrier; activations come straight from memory into registers, one
+// step ahead. A slice is added up in order of k, the slices in their order: an output's bits depend
+// on its row, its weights and the weights' shape, never on tiles, units or blocks.
 #pragma once
 
 #include "primitives.cuh"
@@ -21,6 +21,7 @@ struct StreamParams {
   const unsigned char* weights;  // panels
   int32_t num_chunks;            // of a stripe, at least k_warps
   int32_t k_warps;               // 1, 2, 4 or 8
+  bool early;  // started while the kernel before still runs, which makes the activations
 };
 
 // How a warp takes a chunk of one stripe and multiplies it with `kTiles` tiles of eight rows.
@@ -149,7 +150,7 @@ struct Units {
 template <typename Format, int kStripes>
 struct StreamLayout {
   static constexpr int kStageBytes = kStripes * Format::kChunkBytes;
-  static constexpr int kStages = kStageBytes > 2000 ? 5 : kStageBytes > 1024 ? 6 : 8;
+  static constexpr int kStages = kStageBytes > 2000 ? 5 : 8;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kExchangeFloats = kStreamWarps * kStripes * 4 * 32;  // of one buffer
   static constexpr int kBytes = kStreamWarps * kRingBytes + 2 * kExchangeFloats * 4;
@@ -161,11 +162,11 @@ class StreamProducer {
  public:
   using Layout = StreamLayout<Format, kStripes>;
 
-  __device__ StreamProducer(const Job& job, const StreamParams& p, int first_chunk, int end_chunk)
+  __device__ StreamProducer(const Job& job, const StreamParams& p, int slice)
       : job_(job),
         p_(p),
-        first_(first_chunk),
-        count_(end_chunk - first_chunk),
+        slice_(slice),
+        count_((p.num_chunks - slice + p.k_warps - 1) / p.k_warps),
         lane_(static_cast<int>(threadIdx.x) % 32),
         ring_(shared_address(shared_memory()) +
               static_cast<int>(threadIdx.x) / 32 * Layout::kRingBytes + lane_ * 16),
@@ -179,7 +180,7 @@ class StreamProducer {
   __device__ void advance(int offset) {
     if (left_ == 0 && exists()) {
       const int64_t panel = next_stripe_ / 2;
-      from_ = p_.weights + (panel * p_.num_chunks + first_) * (2 * Format::kChunkBytes) +
+      from_ = p_.weights + (panel * p_.num_chunks + slice_) * (2 * Format::kChunkBytes) +
               next_stripe_ % 2 * Format::kChunkBytes + lane_ * 16;
       left_ = count_;
       job_.units().advance(unit_, step_);
@@ -193,7 +194,7 @@ class StreamProducer {
         if (at + 512 <= Layout::kStageBytes || at + lane_ * 16 < Layout::kStageBytes)
           cp_async_16(to + at, from_ + at);
       }
-      from_ += 2 * Format::kChunkBytes;
+      from_ += p_.k_warps * (2 * Format::kChunkBytes);
       --left_;
     }
     cp_async_commit();
@@ -204,7 +205,7 @@ class StreamProducer {
 
   const Job& job_;
   const StreamParams& p_;
-  int first_, count_, lane_;
+  int slice_, count_, lane_;
   uint32_t ring_;
   Unit unit_, step_;
   int next_stripe_ = 0;
@@ -228,18 +229,24 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
   constexpr int kChunkK = 32 * kGroups;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int slice = warp & (p.k_warps - 1);
-  const int first_chunk = p.num_chunks * slice / p.k_warps;
-  const int end_chunk = p.num_chunks * (slice + 1) / p.k_warps;
   const unsigned char* ring = shared_memory() + warp * Layout::kRingBytes;
   auto* exchange = reinterpret_cast<float*>(shared_memory() + kStreamWarps * Layout::kRingBytes);
   const Units units = job.units();
   const Unit step = units.step();
   Unit unit = units.first();
-  if (unit.index >= units.count) return;
+  if (unit.index >= units.count) {
+    wait_for_previous_kernel();
+    return;
+  }
 
-  StreamProducer<Format, kStripes, Job> producer(job, p, first_chunk, end_chunk);
+  StreamProducer<Format, kStripes, Job> producer(job, p, slice);
 #pragma unroll 1
   for (int i = 0; i + 1 < Layout::kStages; ++i) producer.advance(i * Layout::kStageBytes);
+  // Weights and the list of units are there; activations may come from the kernel before.
+  if (p.early) {
+    wait_for_previous_kernel();
+    start_next_kernel();
+  }
 
   // A lane without a row reads row 0: its products stay in columns that are not stored, and a load
   // without a branch can be waited for where its value is used.
@@ -260,7 +267,7 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
   for (int n = 0; n < kTiles; ++n) tags[n] = job.tag(unit, n);
   set_rows(unit, tags);
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) load_rows(first_chunk, group);
+  for (int group = 0; group < kGroups; ++group) load_rows(slice, group);
 
   // Offsets in the ring: of the stage to use, and of the one that is free.
   int stage = 0, free_stage = Layout::kRingBytes - Layout::kStageBytes, buffer = 0;
@@ -281,7 +288,7 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
       }
     }
 #pragma unroll 1
-    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+    for (int chunk = slice; chunk < p.num_chunks; chunk += p.k_warps) {
       cp_async_wait<Layout::kStages - 2>();
       __syncwarp();  // all lanes' copies have come, and all have read the stage filled next
       producer.advance(free_stage);
@@ -293,20 +300,22 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
       free_stage = stage;
       stage += Layout::kStageBytes;
       if (stage == Layout::kRingBytes) stage = 0;
-      int next_chunk = chunk + 1;
-      if (next_chunk == end_chunk) {
+      int next_chunk = chunk + p.k_warps;
+      if (next_chunk >= p.num_chunks) {
         set_rows(next, next_tags);
-        next_chunk = first_chunk;
+        next_chunk = slice;
       }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         uint4 b[kTiles];
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) b[n] = Source::pairs(raw[group][n]);
-        load_rows(next_chunk, group);
 #pragma unroll
         for (int s = 0; s < kStripes; ++s)
           Format::template multiply<kTiles>(stripe[s], group, b, sum[s]);
+        // Behind the last use, so that the registers can be the same: a copy at the loop's end
+        // would wait for the load.
+        load_rows(next_chunk, group);
       }
     }
     // The slices meet a tile at a time; with two buffers one barrier for each is enough.
