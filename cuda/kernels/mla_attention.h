@@ -46,7 +46,7 @@ struct MlaAttentionParams {
   float* out;                // [num_rows, num_heads, rank]
   // Of rows [first_row, end_row), for each of their heads; the path's comes last.
   float* partial_out;    // [end_row - first_row, num_heads, num_segments + 1, rank], not divided
-  float2* partial_sums;  // [.., num_segments + 1]: greatest score (log2), sum of weights
+  float2* partial_sums;  // [.., num_segments + 1]: score weights are relative to, their sum
   Sequences sequences;
   int64_t row_stride;
   int32_t num_heads, rank, rope;

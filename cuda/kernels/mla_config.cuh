@@ -47,7 +47,7 @@ struct MlaConfig {
     float2 exchange[kGroups][2 * kTiles * 3 * 2 * 2 * 32];
     int64_t keys[kMlaPathKeys];  // cache rows of a path's keys, or of a segment's pieces; -1: none
     int32_t limits[kPairs];      // keys that a pair sees; -1 for no pair
-    float2 sums[kPairs];         // greatest score, sum of weights
+    float2 sums[kPairs];         // score that weights are relative to, their sum
     float scales[kPairs];        // of what was summed before this tile
     MlaItem item;
   };

@@ -95,11 +95,15 @@ __device__ __forceinline__ void mla_softmax(typename C::Shared& shared, float (&
         v[j / 4][j % 4] = -INFINITY;
   }
   const float2 before = shared.sums[pair];
-  float top = before.x;
+  float top = -INFINITY;
 #pragma unroll
   for (int j = 0; j < 8; ++j) top = fmaxf(top, v[j / 4][j % 4]);
   top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
   top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+  // Weights are relative to a score that need not be the greatest: only when one is 2^8 times as
+  // heavy is what was summed scaled down, which few tiles need.
+  constexpr float kSlack = 8;
+  if (!(top > before.x + kSlack)) top = before.x;
   const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen yet: all weights 0
   const float scale = exp2_approx(before.x - shift);
   uint32_t weights[4];

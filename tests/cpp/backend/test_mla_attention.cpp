@@ -177,7 +177,7 @@ void expect_close(const Ints& parents, int64_t prefix, int64_t heads, int64_t ra
 }
 
 KDT_TEST(against_float64) {
-  for (float scale : {0.05f, 1.0f}) {  // flat and sharp distributions
+  for (float scale : {0.05f, 1.0f, 6.0f}) {  // from flat to sharp distributions
     expect_close(bushy_tree(12, 1), 40, 8, 128, scale);
     expect_close(bushy_tree(7, 2), 333, 3, 128, scale);
     expect_close({-1}, 515, 8, 512, scale);
