@@ -28,6 +28,7 @@ struct CudaExperts final : ExpertsWeight {
 };
 
 constexpr int64_t kMostChunkK = 64;
+constexpr int64_t kFewSlots = 16;
 
 // As k_warps_of in linear.cpp; experts have many stripes, so fewer warps share one.
 int32_t k_warps_of(int64_t in_features) {
@@ -90,8 +91,14 @@ void run_packed(const Call& call) {
   const CudaExperts& experts = call.experts;
   const int64_t tokens = call.num_tokens, slots = call.num_slots(), hidden = experts.hidden_size;
   const int64_t x_stride = ceil_div(hidden, kMostChunkK) * kMostChunkK;
-  const int32_t tile_rows = tile_rows_of(slots, experts.num_experts);
-  const int64_t max_tiles = max_moe_tiles(slots, experts.num_experts, tile_rows);
+  // A few slots are tiles of their own, unsorted: that saves a launch, and they seldom share an
+  // expert.
+  const bool as_they_are =
+      slots <= kFewSlots &&
+      hidden % stream_shape(experts.gate_up.dtype, experts.gate_up.in_features).chunk_k == 0;
+  const int32_t tile_rows = as_they_are ? 8 : tile_rows_of(slots, experts.num_experts);
+  const int64_t max_tiles =
+      as_they_are ? slots : max_moe_tiles(slots, experts.num_experts, tile_rows);
   const int64_t activated_count = slots * experts.activated_stride;
   call.workspace.reserve(
       Workspace::piece(4) + Workspace::piece(max_tiles * 4) +
@@ -105,19 +112,23 @@ void run_packed(const Call& call) {
   auto* activated = call.workspace.take<uint16_t>(activated_count);
   auto* part = call.workspace.take<float>(slots * hidden);
 
-  launch_moe_prepare({.x = call.x(),
-                      .ids = call.ids(),
-                      .x_bf16 = x,
-                      .tiles = tiles,
-                      .num_tokens = tokens,
-                      .hidden_size = hidden,
-                      .x_stride = x_stride,
-                      .top_k = static_cast<int32_t>(call.top_k),
-                      .num_experts = static_cast<int32_t>(experts.num_experts),
-                      .tile_rows = tile_rows},
-                     call.stream);
-  const auto params = [&](const ExpertsProduct& product, const uint16_t* from, int64_t from_stride,
-                          int64_t slots_per_x, void* out, int64_t out_stride) {
+  if (as_they_are) {
+    tiles = {nullptr, const_cast<int32_t*>(call.ids()), nullptr};
+  } else {
+    launch_moe_prepare({.x = call.x(),
+                        .ids = call.ids(),
+                        .x_bf16 = x,
+                        .tiles = tiles,
+                        .num_tokens = tokens,
+                        .hidden_size = hidden,
+                        .x_stride = x_stride,
+                        .top_k = static_cast<int32_t>(call.top_k),
+                        .num_experts = static_cast<int32_t>(experts.num_experts),
+                        .tile_rows = tile_rows},
+                       call.stream);
+  }
+  const auto params = [&](const ExpertsProduct& product, const void* from, bool from_is_float,
+                          int64_t from_stride, int64_t slots_per_x, void* out, int64_t out_stride) {
     return MoeProductParams{.weights = typed<unsigned char>(product.memory),
                             .dtype = product.dtype,
                             .num_chunks = static_cast<int32_t>(
@@ -127,17 +138,20 @@ void run_packed(const Call& call) {
                             .tiles = tiles,
                             .tile_rows = tile_rows,
                             .max_tiles = static_cast<int32_t>(max_tiles),
+                            .num_experts = static_cast<int32_t>(experts.num_experts),
                             .x = from,
+                            .x_is_float = from_is_float,
                             .x_stride = from_stride,
                             .slots_per_x = static_cast<int32_t>(slots_per_x),
                             .out = out,
                             .out_stride = out_stride,
                             .num_multiprocessors = call.num_multiprocessors};
   };
-  launch_moe_gate_up(
-      params(experts.gate_up, x, x_stride, call.top_k, activated, experts.activated_stride),
-      call.stream);
-  launch_moe_down(params(experts.down, activated, experts.activated_stride, 1, part, hidden),
+  const void* from = as_they_are ? static_cast<const void*>(call.x()) : x;
+  launch_moe_gate_up(params(experts.gate_up, from, as_they_are, as_they_are ? hidden : x_stride,
+                            call.top_k, activated, experts.activated_stride),
+                     call.stream);
+  launch_moe_down(params(experts.down, activated, false, experts.activated_stride, 1, part, hidden),
                   call.stream);
   add_up(call, part);
 }

@@ -23,7 +23,9 @@ struct MoeRouteParams {
 };
 void launch_moe_route(const MoeRouteParams& params, cudaStream_t stream);
 
-// Tiles of a launch, made by launch_moe_prepare.
+// Tiles of a launch, made by launch_moe_prepare. For a few slots there is nothing to gain by
+// sorting: with num_tiles null, tile i is slot i alone, max_tiles are all, and expert_of_tile are
+// the routing's ids; one that is no expert has expert 0's weights, and its result is not used.
 struct MoeTiles {
   int32_t* num_tiles;       // [1]
   int32_t* expert_of_tile;  // [max_tiles]
@@ -53,7 +55,9 @@ struct MoeProductParams {
   MoeTiles tiles;
   int32_t tile_rows;  // 8, 16 or 32
   int32_t max_tiles;
-  const uint16_t* x;  // bf16 [.., x_stride]; a slot's row is slot / slots_per_x
+  int32_t num_experts;
+  const void* x;    // bf16 [.., x_stride]; a slot's row is slot / slots_per_x
+  bool x_is_float;  // f32 instead, without zeros behind a row; of gate_up with slots as tiles only
   int64_t x_stride;
   int32_t slots_per_x;
   void* out;  // [slots, out_stride]

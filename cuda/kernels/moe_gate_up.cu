@@ -3,10 +3,10 @@
 namespace kdt::cuda {
 namespace {
 
-template <int kTiles>
-class GateUpJob : public ExpertJob<kTiles> {
+template <int kTiles, typename Source>
+class GateUpJob : public ExpertJob<kTiles, Source> {
  public:
-  using ExpertJob<kTiles>::ExpertJob;
+  using ExpertJob<kTiles, Source>::ExpertJob;
 
   __device__ void store(const Unit& unit, int s, int slot, float gate, float up) const {
     const int stripe = this->own_stripe(unit) + s;
@@ -16,24 +16,33 @@ class GateUpJob : public ExpertJob<kTiles> {
   }
 };
 
-template <typename Format, int kTiles>
+template <typename Format, int kTiles, typename Source>
 __global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
     gate_up_kernel(const MoeProductParams p) {
   wait_for_previous_kernel();
   start_next_kernel();  // so the next one knows that this one's predecessor has ended
-  stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles>(p),
+  stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles, Source>(p),
                                                   {p.weights, p.num_chunks, p.k_warps, false});
+}
+
+template <typename Format, int kTiles>
+void start(const MoeProductParams& p, cudaStream_t stream) {
+  launch_expert_product<gate_up_kernel<Format, kTiles, BFloat16Source>, Format, kTiles>(p, stream);
 }
 
 template <typename Format>
 void start(const MoeProductParams& p, cudaStream_t stream) {
+  // Behind kernels of other ops, which do not know what may overlap.
+  if (p.x_is_float)
+    return launch_expert_product<gate_up_kernel<Format, 1, Float32Source>, Format, 1>(p, stream,
+                                                                                      false);
   switch (p.tile_rows) {
     case 8:
-      return launch_expert_product<gate_up_kernel<Format, 1>, Format, 1>(p, stream);
+      return start<Format, 1>(p, stream);
     case 16:
-      return launch_expert_product<gate_up_kernel<Format, 2>, Format, 2>(p, stream);
+      return start<Format, 2>(p, stream);
     default:
-      return launch_expert_product<gate_up_kernel<Format, 4>, Format, 4>(p, stream);
+      return start<Format, 4>(p, stream);
   }
 }
 
