@@ -110,8 +110,8 @@ class CheckSides {
     }
   }
 
-  // Throws unless each f32 value is within the op's tolerance; then the twin gets the reference's.
-  // Rows whose `skipped` is true are not looked at.
+  // Throws unless each f32 value and each row is within the op's tolerance, at a row's worst value;
+  // then the twin gets the reference's. Rows whose `skipped` is true are not looked at.
   void expect_close(const char* op, const Tensor& tensor,
                     const std::vector<bool>& skipped = {}) const;
 

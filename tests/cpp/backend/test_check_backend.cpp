@@ -271,6 +271,20 @@ KDT_TEST(a_difference_within_the_tolerance_passes_and_does_not_add_up) {
   run_linear(*spoiled("linear", add(40, 1e-2)), DType::kBFloat16);
 }
 
+KDT_TEST(many_small_differences_in_a_row_are_one) {
+  const auto scaled = [](float by) {
+    return spoiled("linear", [by](Backend& on, const Tensor& tensor) {
+      Floats x = download(on, tensor);
+      for (int i = 40; i < 80; ++i) x[i] *= by;
+      on.upload(tensor, x.data());
+    });
+  };
+  run_linear(*scaled(1.005f), DType::kBFloat16);
+  EXPECT_THROWS("check: linear: row 1, column ", run_linear(*scaled(1.015f), DType::kBFloat16));
+  EXPECT_THROWS("root mean square of the row's differences ",
+                run_linear(*scaled(1.015f), DType::kBFloat16));
+}
+
 KDT_TEST(a_number_against_nan_is_a_difference_and_nan_against_nan_is_none) {
   const auto nan = [](Backend& on, const Tensor& tensor) {
     Floats x = download(on, tensor);
