@@ -57,7 +57,7 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& args) {
   for (int64_t row = 0; row < num_rows; row += at_once) {
     params.first_row = static_cast<int32_t>(row);
     params.end_row = static_cast<int32_t>(std::min(row + at_once, num_rows));
-    launch_mla_attention(params, num_multiprocessors_, stream_);
+    launch_mla_attention(params, {num_multiprocessors_, shared_bytes_}, stream_);
     launch_mla_merge(params, stream_);
   }
 }

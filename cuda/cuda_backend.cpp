@@ -45,6 +45,7 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   cudaDeviceProp properties;
   KDT_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
   num_multiprocessors_ = properties.multiProcessorCount;
+  shared_bytes_ = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
   chip_ = join(properties.name, " (sm_", properties.major, properties.minor, ")");
   KDT_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KDT_CUDA_CHECK(

@@ -127,6 +127,7 @@ class CudaBackend final : public Backend {
                 int64_t out_head_stride, float alpha);
 
   int device_ = 0, num_multiprocessors_ = 0;
+  int64_t shared_bytes_ = 0;  // of a multiprocessor
   std::string chip_;
   cudaStream_t stream_ = nullptr;
   Workspace workspace_;

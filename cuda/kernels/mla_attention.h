@@ -21,22 +21,25 @@ __host__ __device__ inline int32_t mla_prefix_keys(int32_t position) {
   return position < 2 * kMlaTreeDepth ? 0 : (position - kMlaTreeDepth) / 64 * 64;
 }
 
-// Segments of 256 keys up to position 2048, of 512 up to 16384, of 1024 up to 65536, then of 2048.
-// One token is one row tile, so it wants many segments; a tree of 65 nodes fills the chip anyway
-// and pays 2 MB of traffic for each (520 rows of 512 f32, written and read).
+// Segments of 128 keys up to position 1024, of 256 up to 4096, of 512 up to 16384, of 1024 up to
+// 65536, then of 2048. One token is one row tile, so it wants many segments; a tree of 65 nodes
+// fills the chip anyway and pays 2 MB of traffic for each (520 rows of 512 f32, written and read),
+// but shares the blocks out better when the last ones are short.
 inline constexpr int32_t kMlaSegmentMost = 2048;
 __host__ __device__ inline int32_t mla_segment_begin(int32_t index) {
-  return index < 8    ? index * 256
-         : index < 36 ? 2048 + (index - 8) * 512
-         : index < 84 ? 16384 + (index - 36) * 1024
-                      : 65536 + (index - 84) * 2048;
+  return index < 8    ? index * 128
+         : index < 20 ? 1024 + (index - 8) * 256
+         : index < 44 ? 4096 + (index - 20) * 512
+         : index < 92 ? 16384 + (index - 44) * 1024
+                      : 65536 + (index - 92) * 2048;
 }
 // Segments that begin before a position.
 __host__ __device__ inline int32_t mla_segment_count(int32_t keys) {
-  return keys <= 2048    ? (keys + 255) / 256
-         : keys <= 16384 ? 8 + (keys - 2048 + 511) / 512
-         : keys <= 65536 ? 36 + (keys - 16384 + 1023) / 1024
-                         : 84 + (keys - 65536 + 2047) / 2048;
+  return keys <= 1024    ? (keys + 127) / 128
+         : keys <= 4096  ? 8 + (keys - 1024 + 255) / 256
+         : keys <= 16384 ? 20 + (keys - 4096 + 511) / 512
+         : keys <= 65536 ? 44 + (keys - 16384 + 1023) / 1024
+                         : 92 + (keys - 65536 + 2047) / 2048;
 }
 
 struct MlaAttentionParams {
@@ -54,13 +57,18 @@ struct MlaAttentionParams {
   int32_t num_segments;
 };
 
+struct MlaChip {
+  int num_multiprocessors;
+  int64_t shared_bytes;  // of a multiprocessor
+};
+
 // True when the tensor cores have a kernel for these sizes: rank 512 or 128, rope 64.
 bool mla_runs_on_tensor_cores(int64_t rank, int64_t rope, int64_t block_size);
 
 // The partial results of rows [first_row, end_row). Products of bf16 with f32 sums; the query is
 // rounded to bf16, and so are the weights, whose sum is taken after rounding. Floor: 2 * rows *
 // heads * keys * (2 * rank + rope) operations, and each key's row once for 64 (row, head) pairs.
-void launch_mla_attention(const MlaAttentionParams& params, int num_multiprocessors,
+void launch_mla_attention(const MlaAttentionParams& params, const MlaChip& chip,
                           cudaStream_t stream);
 void launch_mla_merge(const MlaAttentionParams& params, cudaStream_t stream);
 

@@ -37,6 +37,7 @@ struct MlaConfig {
   static constexpr int kQuerySteps = kWidth / 64, kOutSteps = kRank / 64;
   static constexpr int kRowBytes = kWidth * 2;  // a multiple of 128, so bits 4-6 can be swizzled
   static constexpr int kPieceBytes = kMlaPieceKeys * kRowBytes;
+  static constexpr int kBlocks = kPairs <= 32 ? 2 : 1;  // of a multiprocessor
   static constexpr int kPieces = kTiles * kGroups == 1 ? 5 : 4;
   static_assert(kWidth % 64 == 0 && kRank % 64 == 0);
 

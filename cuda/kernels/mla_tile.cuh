@@ -30,7 +30,7 @@ __device__ __forceinline__ void mla_scores(typename C::Shared& shared,
       (lane / 16 * 8 + lane % 8) * C::kRowBytes + (((2 * warp + lane / 8 % 2) ^ lane % 8) << 4);
   constexpr int kM = C::kTiles;
   // Independent chains of mma: two pieces at once where registers allow it.
-  constexpr int kAtOnce = kM == 1 ? 2 : 1;
+  constexpr int kAtOnce = kM * C::kGroups == 1 ? 2 : 1;
 #pragma unroll
   for (int base = 0; base < 2; base += kAtOnce) {
     float c[kAtOnce][kM][2][4] = {};

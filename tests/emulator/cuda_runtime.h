@@ -215,6 +215,7 @@ struct cudaDeviceProp {
   char name[256] = "emulated GPU";
   int major = 9, minor = 0;
   int multiProcessorCount = 4;
+  size_t sharedMemPerMultiprocessor = 102400;
 };
 inline constexpr unsigned cudaHostAllocMapped = 2;
 inline constexpr unsigned cudaStreamNonBlocking = 1;
