@@ -246,6 +246,10 @@ def test_a_thousand_rounds_do_not_grow_the_device_memory(load: Callable[..., Any
     engine.logits(random_ids(18, 512))
     for method, budget in settings:
         generate(engine, random_ids(19, 300), method, budget)
+    for _ in range(4):
+        engine.add_request(random_ids(20, 300), options("ddtree", 256, 60))
+    while engine.has_unfinished():
+        engine.step()
     rounds(200)
     before = used_device_memory()
     rounds(1000)
