@@ -60,8 +60,6 @@ class TextBuilder:
             return False
         at, self.stop = min(found, key=lambda match: match[0])
         self.text = self.text[: at + len(self.stop) if self._include_stop else at]
-        while self._places and self._places[-1][1] > len(self.text):
-            self._places.pop()
         return True
 
     def _certain(self, final: bool) -> int:

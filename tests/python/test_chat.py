@@ -98,6 +98,7 @@ def test_streams_give_the_same_parts_at_any_stride(
         ("hm", "", ""),
         ("</think>", "hm 😀", ""),
         (".<|tool_calls", "hm 😀", "Let me ask"),
+        (".<|tool_calls_section_begin|><|tool_call_begin|>func", "hm 😀", "Let me ask"),
         ("not there", "hm 😀", "Let me ask."),
     ],
 )
@@ -116,6 +117,7 @@ def test_stop_strings_end_the_parts_too(
     shown = answer.reasoning + answer.content
     if not include:
         assert shown == reasoning + content
+        assert bool(answer.broken_calls) == (stop == "not there")
     assert "<|" not in shown or include
 
 

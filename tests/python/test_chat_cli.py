@@ -199,8 +199,11 @@ class Terminal:
         before, self.seen = self.seen[:at], self.seen[at:]
         return before
 
-    def status(self) -> int:
+    def status(self, seconds: float = 30) -> int:
+        end = time.monotonic() + seconds
         while True:  # a child that still writes would wait for a reader
+            if not select.select([self._fd], [], [], max(0, end - time.monotonic()))[0]:
+                raise AssertionError("it did not end")
             try:
                 if not os.read(self._fd, 4096):
                     break
@@ -266,7 +269,10 @@ def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(terminal: Terminal) -> Non
     assert "[stopped]" in terminal.expect(">>> ")
     terminal.send("/stats\n")
     assert "(abort), ddtree auto" in terminal.expect(">>> ")
-    terminal.send("unfinished\x03")
+    terminal.send("unfinished")
+    terminal.expect("unfinished")
+    time.sleep(0.2)  # readline notices a signal only once it waits again
+    terminal.send("\x03")
     terminal.expect("(Ctrl-D or /quit leaves)")
     terminal.expect(">>> ")
     terminal.send("/reset\n")
@@ -287,6 +293,7 @@ def test_reasoning_is_dimmed(scripted: Fake, kimi_folder: Path) -> None:
         child.send("x\n")
         shown = child.expect("[a call that cannot be made")
         assert "\x1b[2mhm\r\n\x1b[0mWait.\r\n[calls now {}]\r\n" in shown
+        child.expect(">>> ")
         child.send("\x04")
         assert child.status() == 0
     finally:
@@ -301,5 +308,6 @@ def test_lines_can_be_recalled(terminal: Terminal) -> None:
     terminal.expect(">>> ")
     terminal.send("\x10\n")  # Ctrl-P, the line before
     terminal.expect("error: there is no command")
+    terminal.expect(">>> ")
     terminal.send("/quit\n")
     assert terminal.status() == 0
