@@ -245,7 +245,11 @@ KDT_TEST(gqa_bundles) {
         cache.attend(values<float>(file.at("q")), q[1], Rows(b, context, blocks, chain(q[0])),
                      scalar<float>(file, "scale"), scalar<bool>(file, "causal"),
                      scalar<int32_t>(file, "window"), 1);
-    EXPECT(max_error(out, values<double>(file.at("out"))) < 2e-6);
+    const auto expected = values<double>(file.at("out"));
+    if (on_cpu()) EXPECT(max_error(out, expected) < 2e-6);
+    // Its keys and values are rounded to bf16 here, which the bundle's are not.
+    EXPECT(relative_error(out, expected).worst < 2e-2);
+    EXPECT(relative_error(out, expected).norm < 1e-2);
   }
 }
 
@@ -272,29 +276,48 @@ std::vector<double> gqa_reference(const Floats& q, const Floats& k, const Floats
   return out;
 }
 
-KDT_TEST(gqa_windows_and_block_boundaries) {
+void check_gqa(int64_t heads, int64_t kv_heads, int64_t dim, int64_t rows, int64_t context) {
   Backend& b = backend();
-  constexpr int64_t kHeads = 6, kKvHeads = 2, kDim = 20, kRows = 9;
-  for (int64_t context : {0, 1, 31, 63, 64, 65, 100}) {
-    Random random(context);
-    const Floats k = random.floats((context + kRows) * kKvHeads * kDim),
-                 v = random.floats(k.size());
-    const Floats q = random.floats(kRows * kHeads * kDim, 2);
-    GqaCache cache(b, kKvHeads, kDim, 5, 32);
-    const Ints blocks = permuted_blocks(4, 5, context);
-    cache.store(k, v, 0, blocks);
-    for (bool causal : {false, true}) {
-      for (int64_t window : {0, 1, 5, 12, 64, 200}) {
-        const Floats out =
-            cache.attend(q, kHeads, Rows(b, context, blocks, chain(kRows)), 0.2f, causal, window);
-        const auto expected =
-            gqa_reference(q, k, v, kHeads, kKvHeads, kDim, context, 0.2f, causal, window);
-        const double error = max_error(out, expected);
-        if (!(error < 2e-6))
-          report(__FILE__, __LINE__, join("context ", context, ", window ", window, ": ", error));
+  Random random(context);
+  Floats k = random.floats((context + rows) * kv_heads * dim), v = random.floats(k.size());
+  if (!on_cpu()) {
+    k = to_bf16_values(std::move(k));
+    v = to_bf16_values(std::move(v));
+  }
+  const float scale = 0.9f / std::sqrt(static_cast<float>(dim));
+  const Floats q = random.floats(rows * heads * dim, 2);
+  const int64_t blocks_needed = (context + rows + 31) / 32;
+  GqaCache cache(b, kv_heads, dim, blocks_needed + 1, 32);
+  const Ints blocks = permuted_blocks(blocks_needed, blocks_needed + 1, context);
+  cache.store(k, v, 0, blocks);
+  for (bool causal : {false, true}) {
+    for (int64_t window : {0, 1, 5, 12, 64, 200}) {
+      const Floats out =
+          cache.attend(q, heads, Rows(b, context, blocks, chain(rows)), scale, causal, window);
+      const auto expected =
+          gqa_reference(q, k, v, heads, kv_heads, dim, context, scale, causal, window);
+      const RelativeError error = relative_error(out, expected);
+      // Where bf16 is: the query, the weights, the cache.
+      if (!(error.worst < (on_cpu() ? 5e-6 : 2e-2) && error.norm < (on_cpu() ? 2e-6 : 4e-3))) {
+        report(__FILE__, __LINE__,
+               join("dim ", dim, ", context ", context, ", window ", window, ": ", error.worst,
+                    ", in the norm ", error.norm));
       }
     }
   }
+}
+
+KDT_TEST(gqa_windows_and_block_boundaries) {
+  for (int64_t context : {0, 1, 31, 63, 64, 65, 100}) check_gqa(6, 2, 20, 9, context);
+}
+
+// Sizes that a GPU has kernels of their own for.
+KDT_TEST(gqa_heads_of_64_and_128) {
+  for (int64_t context : {0, 15, 33, 100}) check_gqa(4, 2, 64, 16, context);
+  check_gqa(8, 1, 128, 17, 40);
+  check_gqa(9, 1, 64, 3, 300);
+  if (!large_cases()) return;
+  for (int64_t context : {255, 256, 257, 2048, 9000}) check_gqa(16, 2, 128, 16, context);
 }
 
 KDT_TEST(gqa_sequences_and_threads_do_not_change_bits) {
@@ -428,7 +451,8 @@ KDT_TEST(queries_without_heads_are_refused) {
   EXPECT_THROWS("mla_attention: query f32[2, 0, 16]", mla.attend({}, 0, rows));
   GqaCache gqa(b, 2, 8, 4, 32);
   EXPECT_THROWS("gqa_attention: q f32[2, 0, 8]", gqa.attend({}, 0, rows, 1.0f, true, 0));
-  EXPECT_THROWS("gqa_attention: q f32[2, 3, 8] for 2 key-value heads",
+  EXPECT_THROWS(on_cpu() ? "gqa_attention: q f32[2, 3, 8] for 2 key-value heads"
+                         : "gqa_attention: q f32[2, 3, 8] for a cache of 16 keys a row",
                 gqa.attend(Floats(48, 1.0f), 3, rows, 1.0f, true, 0));
 }
 
