@@ -27,6 +27,16 @@ Ints bushy_tree(int64_t n, uint64_t seed) {
   return parents;
 }
 
+// As deep as a tree may be, with a leaf beside each node, so that no path is a run of slots.
+Ints comb() {
+  Ints parents = {-1};
+  for (int32_t i = 0; i < 64; ++i) {
+    parents.push_back(2 * i);
+    parents.push_back(2 * i);
+  }
+  return parents;
+}
+
 Floats rounded(Floats x) {
   for (float& v : x) v = bf16_to_float(float_to_bf16(v));
   return x;
@@ -143,6 +153,7 @@ KDT_TEST(counts_of_visible_keys) {
   for (const Tree& tree : trees(65)) expect_counts(tree, 60, 2, 128);
   for (const Tree& tree : trees(9)) expect_counts(tree, 600, 8, 512);
   expect_counts({"root", {-1}}, 1300, 8, 512);
+  for (int64_t prefix : {0, 96, 127}) expect_counts({"comb", comb()}, prefix, 1, 512);
   if (!large_cases()) return;
   for (int64_t n : {1, 2, 17, 64, 65, 257}) {
     for (int64_t prefix : {0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 2048, 20000, 65536}) {
