@@ -2,6 +2,7 @@
 #include "cuda_backend.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "device.h"
 #include "fault.h"
@@ -23,13 +24,17 @@ std::shared_ptr<void> device_memory(int64_t bytes) {
 
 void Workspace::reserve(int64_t bytes) {
   begin();
-  if (bytes <= bytes_) return;
-  // The old memory is freed only after the kernels that use it: cudaFree waits for the device.
-  memory_.reset();
-  bytes_ = 0;
-  const int64_t grown = std::max(bytes, piece(bytes + bytes / 4));
-  memory_ = device_memory(grown);
-  bytes_ = grown;
+  if (bytes > bytes_) {
+    // The old memory is freed only after the kernels that use it: cudaFree waits for the device.
+    memory_.reset();
+    bytes_ = 0;
+    const int64_t grown = std::max(bytes, piece(bytes + bytes / 4));
+    memory_ = device_memory(grown);
+    bytes_ = grown;
+  }
+#ifdef KDT_EMULATOR
+  std::memset(memory_.get(), 0xFF, bytes);  // what an op before left must not be read
+#endif
 }
 
 void* Workspace::take_bytes(int64_t bytes) {
