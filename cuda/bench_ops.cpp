@@ -1,5 +1,6 @@
-// Times the ops at the sizes of Kimi K2.6 on one of eight ranks: 8 heads, 256 of 2048 intermediate
-// columns, a twentieth of a million logits.
+// Times the ops at the sizes of Kimi K2.6 on one of eight ranks: 8 of 64 heads, 256 of 2048
+// intermediate columns, 20480 of 163840 logits. Attention also with all heads, choice with all
+// logits.
 //
 // Calls are recorded into a graph and replayed, so what the host does between them is not counted.
 // Inputs rotate, and a write of 256 MB before each replay empties the L2 cache.

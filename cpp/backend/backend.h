@@ -298,8 +298,8 @@ class Backend {
   virtual void tree_accept(const TreeAcceptArgs& args) = 0;
 };
 
-// "cpu", "cuda", "cuda:N", "auto" (a GPU if there is one that this build has code for, else "cpu")
-// or "check:A,B" (both, compared op by op). `num_threads` 0: one a core. Throws
+// "cpu", a GPU as factory.cpp names it, "auto" (a GPU if there is one that this build has code for,
+// else "cpu") or "check:A,B" (both, compared op by op). `num_threads` 0: one a core. Throws
 // std::invalid_argument for any other word and Error where the device, its driver or its back end
 // is missing.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);

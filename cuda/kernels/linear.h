@@ -27,7 +27,7 @@ struct LinearParams {
   const void* x;    // element (r, m, i) at r * x_row_stride + m * x_head_stride + i
   bool x_is_float;  // f32, of at most 8 rows; else bf16. Aligned to 16 bytes, and whole chunks
   int64_t x_row_stride, x_head_stride;
-  float* out;
+  float* out;  // element (r, m, i) at r * out_row_stride + m * out_head_stride + i
   int64_t out_row_stride, out_head_stride, num_rows;
   float alpha;
   int32_t num_multiprocessors;

@@ -39,9 +39,9 @@ struct SiluMulParams {
 };
 void launch_silu_mul(const SiluMulParams& params, cudaStream_t stream);
 
-// to[i] = from[rows ? rows[i] : i], columns [from_column, + width) to [to_column, + width).
+// to[i] = from[rows ? rows[i] : i], `width` columns from where the pointers are.
 struct CopyRowsParams {
-  const float* from;    // [num_from, from_stride], from its first column on
+  const float* from;    // [num_from, from_stride], from the first column to copy on
   const int32_t* rows;  // [num_rows], or null
   float* to;            // [num_rows, to_stride], likewise
   Fault* fault;

@@ -15,9 +15,9 @@ struct TreeAcceptParams {
   const int32_t* first_child;
   const int32_t* next_sibling;
   const int32_t* target;
-  int32_t* accepted;  // [num_slots]
-  int32_t* accept_length;
-  int32_t* bonus_token;
+  int32_t* accepted;       // [num_slots], of which accept_length are written
+  int32_t* accept_length;  // [1]
+  int32_t* bonus_token;    // [1]
   Fault* fault;
   int num_slots;  // at most kMaxAcceptSlots
 };
