@@ -16,7 +16,8 @@ check() {
   "$@" || failed+=("$name")
 }
 
-# `*_impl.h` is the body of a source file that is compiled once for each instruction set.
+# `*_impl.h` is the body of a source file that is compiled once for each instruction set. Those of kernels are compiled
+# against the emulator, as everywhere without nvcc.
 headers_compile_alone() {
   local include status=0 header
   include="$(python -c 'import pybind11, sysconfig
@@ -24,9 +25,11 @@ print("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("includ
   while read -r header; do
     # shellcheck disable=SC2086
     printf '#include "%s"\n' "$header" |
-      "${CXX:-c++}" -std=c++20 -Wall -Wextra -Werror -fsyntax-only -Icpp -Icuda $include -x c++ - ||
+      "${CXX:-c++}" -std=c++20 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsyntax-only -DKDT_EMULATOR \
+        -I. -Icpp -Icuda -Itests/emulator $include -x c++ - ||
       { echo "$header does not compile alone"; status=1; }
-  done < <(cd cpp && git ls-files --cached --others --exclude-standard -- '*.h' ':!*_impl.h')
+  done < <(git ls-files --cached --others --exclude-standard -- \
+    'cpp/*.h' 'cuda/*.h' 'cuda/*.cuh' 'tests/emulator/*.h' ':!*_impl.h')
   return $status
 }
 
