@@ -34,14 +34,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
-// The same, or nothing.
-__device__ __forceinline__ void cp_async_16_if(uint32_t to, const void* from, bool wanted) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
-      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}\n" ::"r"(to),
-      "l"(from), "r"(static_cast<int>(wanted))
-      : "memory");
-}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -70,8 +62,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
 // c += a b, bf16 inputs, f32 sums.
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -17,8 +17,6 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
-#define __restrict__
 
 struct uint2 {
   uint32_t x, y;
@@ -26,19 +24,12 @@ struct uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
 struct alignas(8) float2 {
   float x, y;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -46,7 +37,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // ---------------------------------------------------------------- builtins of device code
 
 using std::isfinite;
-using std::isinf;
 using std::isnan;
 using std::max;
 using std::min;
@@ -54,7 +44,6 @@ using std::min;
 inline void __syncthreads(emulator::Where where = emulator::Where::current()) {
   emulator::sync_block(where);
 }
-inline void __threadfence() {}
 
 namespace emulator {
 inline void check_mask(unsigned mask) {
@@ -152,9 +141,7 @@ inline int __all_sync(unsigned mask, bool predicate,
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
@@ -170,37 +157,20 @@ inline long long __double_as_longlong(double x) {
   std::memcpy(&bits, &x, 8);
   return bits;
 }
-inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
-inline float __int_as_float(int x) { return __uint_as_float(static_cast<uint32_t>(x)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
 template <typename T>
 T __ldg(const T* from) {
-  return *from;
-}
-template <typename T>
-T __ldcg(const T* from) {
   return *from;
 }
 template <typename T>
 T atomicAdd(T* at, T value) {
   const T old = *at;
   *at = old + value;
-  return old;
-}
-template <typename T>
-T atomicMax(T* at, T value) {
-  const T old = *at;
-  *at = std::max(old, value);
   return old;
 }
 
@@ -210,7 +180,7 @@ using cudaError_t = int;
 inline constexpr cudaError_t cudaSuccess = 0;
 inline constexpr cudaError_t cudaErrorMemoryAllocation = 2;
 using cudaStream_t = void*;
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 struct cudaDeviceProp {
   char name[256] = "emulated GPU";
   int major = 9, minor = 0;

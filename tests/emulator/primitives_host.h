@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "core/dtype.h"
-#include "emulator.h"
+#include "cuda_runtime.h"
 
 namespace kdt::cuda {
 
@@ -15,9 +15,6 @@ inline uint32_t shared_address(const void* pointer) { return emulator::shared_of
 
 inline void cp_async_16(uint32_t to, const void* from, bool valid = true) {
   emulator::copy_async(to, from, valid);
-}
-inline void cp_async_16_if(uint32_t to, const void* from, bool wanted) {
-  if (wanted) emulator::copy_async(to, from, true);
 }
 inline void cp_async_commit() { emulator::commit_async(); }
 template <int kPending>

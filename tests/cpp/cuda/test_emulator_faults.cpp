@@ -161,7 +161,7 @@ template <bool kFault>
 void address_out_of_range(const Params p) {
   p.out[threadIdx.x] =
       static_cast<float>(shared_address(shared_memory() + (kFault && threadIdx.x == 77 ? -16 : 0)));
-};
+}
 
 KDT_TEST(shared_addresses_out_of_range) {
   expect_error<ldmatrix_out_of_range<false>, ldmatrix_out_of_range<true>>(
@@ -178,7 +178,7 @@ void ldmatrix_misaligned(const Params p) {
   uint32_t r[4];
   ldmatrix_x4(r, shared_address(shared_memory()) + lane * 16 + (kFault && lane == 3 ? 8 : 0));
   p.out[threadIdx.x] = static_cast<float>(r[0] & 1);
-};
+}
 
 template <bool kFault>
 void copy_to_misaligned(const Params p) {
@@ -187,7 +187,7 @@ void copy_to_misaligned(const Params p) {
   cp_async_commit();
   cp_async_wait<0>();
   p.out[threadIdx.x] = reinterpret_cast<float*>(shared_memory())[threadIdx.x * 4];
-};
+}
 
 template <bool kFault>
 void copy_from_misaligned(const Params p) {
@@ -196,12 +196,12 @@ void copy_from_misaligned(const Params p) {
   cp_async_commit();
   cp_async_wait<0>();
   p.out[threadIdx.x] = reinterpret_cast<float*>(shared_memory())[threadIdx.x * 4];
-};
+}
 
 template <bool kFault>
 void load_misaligned(const Params p) {
   p.out[threadIdx.x] = __uint_as_float(load_16(p.in + (kFault && threadIdx.x == 3 ? 2 : 0)).x);
-};
+}
 
 KDT_TEST(misaligned_addresses_of_16_bytes) {
   alignas(16) const float in[8] = {5, 5, 5, 5, 5, 5, 5, 5};
@@ -222,14 +222,14 @@ void write_behind(const Params p) {
   auto* shared = reinterpret_cast<volatile float*>(shared_memory());
   shared[threadIdx.x + (kFault ? 1 : 0)] = 1;
   p.out[threadIdx.x] = 1;
-};
+}
 
 template <bool kFault>
 void write_before(const Params p) {
   auto* shared = reinterpret_cast<volatile float*>(shared_memory());
   if (threadIdx.x == 0) shared[kFault ? -1 : 0] = 1;
   p.out[threadIdx.x] = 1;
-};
+}
 
 KDT_TEST(writes_outside_the_shared_memory) {
   const Values ones(kThreads, 1.0f);
@@ -245,7 +245,7 @@ void half_skips_barrier(const Params p) {
   if (!kFault || threadIdx.x < kThreads / 2) __syncthreads();
   p.out[threadIdx.x] = 1;
   __syncthreads();
-};
+}
 
 // Half of each warp ends before the barrier.
 template <bool kFault>
@@ -253,7 +253,7 @@ void half_warps_end(const Params p) {
   p.out[threadIdx.x] = 1;
   if (kFault && threadIdx.x % 2 == 0) return;
   __syncthreads();
-};
+}
 
 // A warp waits for the other's lanes, which wait for the warp.
 template <bool kFault>
@@ -262,7 +262,7 @@ void barrier_against_shuffle(const Params p) {
   if (kFault && threadIdx.x % 32 == 31) __syncthreads();
   __shfl_xor_sync(kAll, 1.0f, 1);
   if (!kFault || threadIdx.x % 32 != 31) __syncthreads();
-};
+}
 
 KDT_TEST(a_barrier_that_not_all_reach) {
   const Values ones(kThreads, 1.0f);
@@ -281,7 +281,7 @@ void lane_skips_shuffle(const Params p) {
   float x = 1;
   if (!kFault || threadIdx.x != 40) x = __shfl_xor_sync(kAll, x, 1);
   p.out[threadIdx.x] = x;
-};
+}
 
 template <bool kFault>
 void lane_is_one_shuffle_ahead(const Params p) {
@@ -289,12 +289,12 @@ void lane_is_one_shuffle_ahead(const Params p) {
   if (!kFault || threadIdx.x != 40) x = __shfl_xor_sync(kAll, x, 1);
   x = __shfl_xor_sync(kAll, x, 2);
   p.out[threadIdx.x] = x;
-};
+}
 
 template <bool kFault>
 void part_of_a_warp(const Params p) {
   p.out[threadIdx.x] = __shfl_xor_sync(kFault ? 0xFFFFu : kAll, 1.0f, 1);
-};
+}
 
 KDT_TEST(a_shuffle_that_a_lane_skips) {
   const Values ones(kThreads, 1.0f);
@@ -312,7 +312,7 @@ void copy_never_awaited(const Params p) {
   cp_async_commit();
   if (!kFault) cp_async_wait<0>();
   p.out[threadIdx.x] = 1;
-};
+}
 
 KDT_TEST(a_copy_that_nobody_awaits) {
   alignas(16) const float in[4] = {};
