@@ -1,5 +1,5 @@
-// Weights in the order in which the lanes of a warp read them (kernels/stream.cuh), made on the
-// host.
+// Weights in the order in which the lanes of a warp read them (kernels/stream_formats.cuh), made on
+// the host.
 //
 // A panel is 32 rows, two stripes of 16; missing rows are zeros. It is one linear stream: for each
 // run of k (64 of int4, 32 of bf16; missing columns are zeros) the chunk of the first stripe, then
