@@ -70,7 +70,7 @@ if [ $sanitize = 1 ]; then
   # Toy sizes: a check costs a hundredfold.
   export KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDT_TINY_MODEL="$build/tiny_models"
   for tool in memcheck racecheck synccheck; do
-    for name in rows tree choice linear moe attention target_model draft_model; do
+    for name in rows tree choice linear moe attention mla_attention target_model draft_model; do
       check "$tool $name" timeout 200 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$out/$tool-$name.log" \
         "$build/test_$name" >"$out/$tool-$name.out" 2>&1
       tail -1 "$out/$tool-$name.log" 2>/dev/null

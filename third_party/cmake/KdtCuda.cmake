@@ -39,8 +39,9 @@ if(NOT KDT_CUDA STREQUAL "OFF")
     kdt_use_pip_cuda()
     # Read when a target is created, so it is set before the language.
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      # Machine code for these, and PTX for chips that are none of them.
-      set(CMAKE_CUDA_ARCHITECTURES "80;90a-real;120a-real")
+      # Machine code for these, and PTX for chips newer than Hopper that are none of them. Not older PTX:
+      # kernels that may start early must hold the instruction that waits (cuda/launch.cuh).
+      set(CMAKE_CUDA_ARCHITECTURES "80-real;90a-real;90-virtual;120a-real")
     endif()
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
     include(CheckLanguage)
