@@ -79,7 +79,15 @@ if [ $sanitize = 1 ]; then
 fi
 if [ $bench = 1 ]; then
   check "kdtree bench ops" kdtree bench ops --device cuda --json "$out/ops.json"
-  check "kdtree bench" kdtree bench --device cuda --budgets 1,8,64,65,256,auto --json "$out/bench.json"
+  # The held-out prompts, and the first half of each: 78 in all.
+  "$python" - "$out/prompts.json" <<'END'
+import json, pathlib, sys
+listed = json.loads(pathlib.Path("python/kdtree_engine/models/k2-nano/heldout_prompts.json").read_text())
+halves = [{**p, "name": p["name"] + " half", "text": p["text"][: len(p["text"]) // 2 + 1]} for p in listed]
+pathlib.Path(sys.argv[1]).write_text(json.dumps(listed + halves))
+END
+  check "kdtree bench" kdtree bench --device cuda --budgets 1,8,64,65,256,auto --prompts "$out/prompts.json" \
+    --json "$out/bench.json"
 fi
 
 echo
