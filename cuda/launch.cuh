@@ -30,15 +30,18 @@ void allow_shared_memory(int64_t bytes) {
                                       static_cast<int>(bytes)));
   mine.store(bytes);
 }
-// Whether kernels for the current device have the instruction that waits for the one before.
-inline bool can_start_early() {
+// Whether the kernel's code for the current device has the instruction that waits for the kernel
+// before: not if it was made from older PTX.
+template <auto kKernel>
+bool can_start_early() {
   static std::atomic<int> known[64];  // 0: not asked yet, 1: no, 2: yes
-  int device = 0, major = 0;
+  int device = 0;
   KDT_CUDA_CHECK(cudaGetDevice(&device));
   std::atomic<int>& mine = known[device & 63];
   if (mine.load() == 0) {
-    KDT_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    mine.store(major >= 9 ? 2 : 1);
+    cudaFuncAttributes attributes;
+    KDT_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)));
+    mine.store(attributes.ptxVersion >= 90 ? 2 : 1);
   }
   return mine.load() == 2;
 }
@@ -68,7 +71,7 @@ void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t strea
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = early && detail::can_start_early() ? 1 : 0;
+  config.numAttrs = early && detail::can_start_early<kKernel>() ? 1 : 0;
   KDT_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, params));
 #endif
 }

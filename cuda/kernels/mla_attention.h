@@ -67,7 +67,8 @@ bool mla_runs_on_tensor_cores(int64_t rank, int64_t rope, int64_t block_size);
 
 // The partial results of rows [first_row, end_row). Products of bf16 with f32 sums; the query is
 // rounded to bf16, and so are the weights, whose sum is taken after rounding. Floor: 2 * rows *
-// heads * keys * (2 * rank + rope) operations, and each key's row once for 64 (row, head) pairs.
+// heads * keys * (2 * rank + rope) operations, and each key's row once for a block's 16 to 64
+// (row, head) pairs.
 void launch_mla_attention(const MlaAttentionParams& params, const MlaChip& chip,
                           cudaStream_t stream);
 void launch_mla_merge(const MlaAttentionParams& params, cudaStream_t stream);
