@@ -66,17 +66,25 @@ if [ $tests = 1 ]; then
   check "C++ tests" ctest --test-dir "$build" -L cuda -j 4 --output-on-failure --timeout 300
   check "Python tests" "$python" -m pytest -q -m cuda tests/python -p no:cacheprovider
 fi
-if [ $sanitize = 1 ]; then
-  # Toy sizes: a check costs a hundredfold.
-  export KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDT_TINY_MODEL="$build/tiny_models"
-  for tool in memcheck racecheck synccheck; do
-    for name in rows tree choice linear moe attention mla_attention target_model draft_model; do
-      check "$tool $name" timeout 200 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$out/$tool-$name.log" \
-        "$build/test_$name" >"$out/$tool-$name.out" 2>&1
-      tail -1 "$out/$tool-$name.log" 2>/dev/null
-    done
-  done
-fi
+# sanitized TOOL NAME: a line, and the tool's own words in $OUT when it found something.
+sanitized() {
+  local log="$OUT/$1-$2.log"
+  if timeout 240 compute-sanitizer --tool "$1" --error-exitcode 9 "$BUILD/test_$2" >"$log" 2>&1; then
+    echo "$1 $2: $(grep -E "ERROR SUMMARY|RACECHECK SUMMARY" "$log" | tail -1)"
+    rm "$log"
+  else
+    echo "FAILED: $1 $2, see $log"
+    return 1
+  fi
+}
+sanitize_all() {
+  export -f sanitized
+  # Toy sizes, because a check costs a hundredfold; several programs share the card.
+  printf '%s\n' {memcheck,racecheck,synccheck}\ {rows,tree,choice,linear,moe,attention,mla_attention,target_model,draft_model} |
+    KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDT_TINY_MODEL="$build/tiny_models" OUT="$out" BUILD="$build" \
+      xargs -P 6 -n 2 bash -c 'sanitized "$@"' _
+}
+if [ $sanitize = 1 ]; then check "compute-sanitizer" sanitize_all; fi
 if [ $bench = 1 ]; then
   check "kdtree bench ops" kdtree bench ops --device cuda --json "$out/ops.json"
   # The held-out prompts, and the first half of each: 78 in all.
