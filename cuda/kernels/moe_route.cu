@@ -93,9 +93,9 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
     if (lane == 0) {
       ids[k] = best.index;
       weights[k] = weight;
-      if (best.index >= 0) biased[best.index] = excluded();
     }
-    __syncwarp();
+    // A lane reads and writes its own scores only, so none waits for another.
+    if (best.index % kWarp == lane) biased[best.index] = excluded();
   }
   const float factor =
       p.norm_topk_prob ? p.routed_scaling_factor / (sum + 1e-20f) : p.routed_scaling_factor;
