@@ -5,8 +5,9 @@
 
 Prints a table and compares it with cuda/kernel_resources.tsv. Ends with status 1 when a kernel
 spills, uses local memory or static shared memory, needs more registers than the file says, or is
-not in it; --update writes the file instead. Dynamic shared memory is no part of the report: cuda/launch.cuh
-refuses more than a block of every supported chip has, and so do assertions beside the kernels.
+not in it; --update writes the file instead. Dynamic shared memory is no part of the report:
+cuda/launch.cuh refuses more than a block of every supported chip has, and so do assertions beside
+the kernels.
 """
 
 import argparse
