@@ -1,6 +1,7 @@
 // Timing of ops.
 #include "backend/backend.h"
 #include "bindings/array.h"
+#include "bindings/gil.h"
 
 namespace py = pybind11;
 
@@ -11,7 +12,7 @@ py::list timed_ops(py::handle device_in, py::handle only_in) {
   const std::string device = text("device", device_in), only = text("only", only_in);
   std::vector<OpTime> times;
   {
-    const py::gil_scoped_release unlocked;
+    const GilRelease release;
     times = bench_ops(device, only);
   }
   py::list records;

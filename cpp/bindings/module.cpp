@@ -1,4 +1,5 @@
 #include "bindings/array.h"
+#include "bindings/gil.h"
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled engine; its types and docstrings are in _core.pyi.";
@@ -6,6 +7,7 @@ PYBIND11_MODULE(_core, module) {
   // pybind11 loads numpy at its first use, once, and waits for ever where a signal handler or
   // finaliser of that moment uses it too.
   pybind11::detail::npy_api::get();
+  kdt::watch_for_exit();
   kdt::register_engine(module);
   kdt::register_ops(module);
   kdt::register_attention(module);

@@ -1,7 +1,6 @@
 // The engine as Python may use it: from any thread, finaliser and signal handler, and after a fork.
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -10,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "engine/engine.h"
 
 namespace kdt {
@@ -31,7 +31,7 @@ class SharedEngine {
     KDT_CHECK(!in_own_call(),
               "the engine is in a call of this thread: a signal handler or finaliser can use its "
               "stats, config, has_unfinished and abort alone");
-    const pybind11::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(mutex_);
     const Caller caller(caller_);
     for (const int64_t id : take_aborted()) engine_.abort(id);

@@ -302,12 +302,13 @@ def options(n=300, **more):
 """
 
 
-def run_apart(folder: Path, script: str) -> None:
-    """Runs the script in a process of its own, which must end well and in time."""
+def run_apart(folder: Path, script: str, prints: str = "") -> None:
+    """Runs the script in a process of its own, which must end well, in time, and print this."""
     command = [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + script, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Exception ignored" not in done.stderr, done.stderr
+    assert done.stdout == prints
 
 
 def test_a_signal_handler_may_look_at_the_engine_during_generate(tiny_model: Path) -> None:
