@@ -1,8 +1,10 @@
 #include "io/kdtr.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <set>
 
 #include "core/error.h"
@@ -59,6 +61,9 @@ uint64_t bytes_of_shape(const std::vector<int64_t>& shape, DType dtype, const st
   }
   return empty ? 0 : product;
 }
+
+// Copies `bytes` bytes of the file from `offset` to `out`.
+using ReadAt = std::function<void(uint64_t offset, uint64_t bytes, uint8_t* out)>;
 
 struct Entry {
   std::string name;
@@ -119,9 +124,35 @@ void check_size(uint64_t file_bytes, const std::string& source) {
             " bytes, a header has ", kHeaderBytes);
 }
 
-// `head` holds the header, checked, and the table; the arrays lie in `file`.
+void check_data(const Entry& entry, const ReadAt& read, const std::string& where) {
+  constexpr uint64_t kPiece = uint64_t{256} << 10;
+  static_assert(kPiece % Xxh64::kStripe == 0);
+  const bool is_bool = entry.array.dtype == DType::kBool;
+  std::vector<uint8_t> piece;
+  uint64_t at = entry.offset, left = entry.array.bytes;
+  bool bad_bool = false;
+  const auto take = [&](uint64_t bytes) {
+    piece.resize(bytes);
+    read(at, bytes, piece.data());
+    at += bytes, left -= bytes;
+    bad_bool |= is_bool && std::any_of(piece.begin(), piece.end(), [](uint8_t b) { return b > 1; });
+  };
+  Xxh64 checksum;
+  while (left > kPiece) {
+    take(kPiece);
+    checksum.add(piece.data(), piece.size());
+  }
+  take(left);
+  KDT_CHECK(checksum.finish(piece.data(), piece.size()) == entry.checksum, where,
+            ": bad checksum of its data");
+  KDT_CHECK(!bad_bool, where, ": a bool that is neither 0 nor 1");
+}
+
+// `head` holds the header, checked, and the table; the arrays lie in `file`, and are checked by
+// `read`, which may fail where a load from there would end the process.
 std::map<std::string, KdtrArray> parse_table(const uint8_t* head, const uint8_t* file,
-                                             uint64_t file_bytes, const std::string& source) {
+                                             uint64_t file_bytes, const ReadAt& read,
+                                             const std::string& source) {
   const auto num_arrays = load<uint32_t>(head + 16);
   const uint64_t table_end = kHeaderBytes + load<uint32_t>(head + 20);
   KDT_CHECK(xxh64(head + kHeaderBytes, table_end - kHeaderBytes) == load<uint64_t>(head + 24),
@@ -139,11 +170,7 @@ std::map<std::string, KdtrArray> parse_table(const uint8_t* head, const uint8_t*
     KDT_CHECK(entry.offset <= file_bytes && entry.array.bytes <= file_bytes - entry.offset, where,
               ": truncated: ", entry.array.bytes, " bytes at ", entry.offset, " of ", file_bytes);
     entry.array.data = file + entry.offset;
-    KDT_CHECK(xxh64(entry.array.data, entry.array.bytes) == entry.checksum, where,
-              ": bad checksum of its data");
-    for (uint64_t i = 0; entry.array.dtype == DType::kBool && i < entry.array.bytes; ++i) {
-      KDT_CHECK(entry.array.data[i] <= 1, where, ": a bool that is neither 0 nor 1");
-    }
+    check_data(entry, read, where);
     row = entry.next;
     data_end = entry.offset + entry.array.bytes;
     arrays.emplace(entry.name, std::move(entry.array));
@@ -163,7 +190,10 @@ std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_b
                                             const std::string& source) {
   check_size(file_bytes, source);
   check_header(file, file_bytes, source);
-  return parse_table(file, file, file_bytes, source);
+  const ReadAt read = [file](uint64_t offset, uint64_t bytes, uint8_t* out) {
+    std::copy_n(file + offset, bytes, out);
+  };
+  return parse_table(file, file, file_bytes, read, source);
 }
 
 KdtrFile::KdtrFile(const std::string& path) : file_(path) {
@@ -172,7 +202,10 @@ KdtrFile::KdtrFile(const std::string& path) : file_(path) {
   file_.read(0, kHeaderBytes, head.data());
   head.resize(check_header(head.data(), file_.size(), path));
   file_.read(kHeaderBytes, head.size() - kHeaderBytes, head.data() + kHeaderBytes);
-  arrays_ = parse_table(head.data(), file_.data(), file_.size(), path);
+  const ReadAt read = [this](uint64_t offset, uint64_t bytes, uint8_t* out) {
+    file_.read(offset, bytes, out);
+  };
+  arrays_ = parse_table(head.data(), file_.data(), file_.size(), read, path);
 }
 
 const KdtrArray& KdtrFile::at(const std::string& name) const {

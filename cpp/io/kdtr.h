@@ -29,7 +29,8 @@ struct KdtrArray {
 std::map<std::string, KdtrArray> parse_kdtr(const uint8_t* file, uint64_t file_bytes,
                                             const std::string& source);
 
-// A file's arrays, in a mapping of it: it must not be cut short while this lives.
+// A file's arrays, in a mapping of it: it must not be cut short while they are used. Cut short
+// while it is opened, it is an Error.
 class KdtrFile {
  public:
   explicit KdtrFile(const std::string& path);

@@ -266,7 +266,29 @@ KDT_TEST(the_writer_refuses) {
   EXPECT_THROWS("cannot write all of its 136 bytes", write_kdtr("/dev/full", {{"a", good}}));
 }
 
-// The table alone: the data of a mapping has no such protection.
+KDT_TEST(data_of_several_pieces_is_checked_to_its_end) {
+  // Pieces have 256 KiB.
+  constexpr size_t kPiece = 256 << 10;
+  for (const size_t size : {kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 5}) {
+    const Row row{.dtype = 0, .bytes = size, .shape = {size}};
+    std::string file = file_of({row}, size, 1);
+    EXPECT_EQ(parse(file).at("a").bytes, size);
+    EXPECT_THROWS("a bool that is neither 0 nor 1", parse(file_of({row}, size, 2)));
+    for (const size_t at : {size_t{0}, kPiece - 2, size - 1}) {
+      file[128 + at] ^= 1;
+      EXPECT_THROWS("'a': bad checksum of its data", parse(file));
+      file[128 + at] ^= 1;
+    }
+  }
+}
+
+KDT_TEST(data_cut_short_while_it_is_opened_is_an_error) {
+  const TempDir dir;
+  const std::vector<float> values(1 << 20, 1.5f);
+  write_kdtr(dir.path("x"), {{"a", array(DType::kFloat32, {1 << 20}, values)}});
+  open_while_cut_short(dir, "x", read_file(dir.path("x")), [&] { KdtrFile file(dir.path("x")); });
+}
+
 KDT_TEST(a_table_cut_short_while_it_is_opened_is_an_error) {
   const TempDir dir;
   std::vector<std::pair<std::string, KdtrArray>> arrays;

@@ -41,6 +41,19 @@ KDT_TEST(equals_the_reference_at_any_alignment) {
   }
 }
 
+KDT_TEST(pieces_make_the_same_hash) {
+  std::array<uint8_t, 200> buffer{};
+  for (size_t i = 0; i < buffer.size(); ++i) buffer[i] = static_cast<uint8_t>(i * 131 + 7);
+  for (const Vector& v : kVectors) {
+    kdt::Xxh64 hash(v.seed);
+    size_t at = 0;
+    for (; v.bytes - at >= kdt::Xxh64::kStripe; at += kdt::Xxh64::kStripe) {
+      hash.add(buffer.data() + at, kdt::Xxh64::kStripe);
+    }
+    EXPECT_EQ(hash.finish(buffer.data() + at, v.bytes - at), v.hash);
+  }
+}
+
 KDT_TEST(takes_no_bytes_at_a_null_pointer) {
   EXPECT_EQ(kdt::xxh64(nullptr, 0), 0xef46db3751d8e999u);
 }
