@@ -4,13 +4,21 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace kdt {
 
 // A fault of a device, a file, memory or a broken contract inside: RuntimeError in Python.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(std::string what) : std::runtime_error(without_nul(std::move(what))) {}
+
+ private:
+  // what() ends at a NUL, and an untrusted name may hold one.
+  static std::string without_nul(std::string text) {
+    for (size_t at; (at = text.find('\0')) != std::string::npos;) text.replace(at, 1, "\\u0000");
+    return text;
+  }
 };
 
 template <typename... Parts>

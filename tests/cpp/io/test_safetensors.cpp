@@ -200,6 +200,8 @@ KDT_TEST(refuses_a_folder_whose_files_do_not_agree) {
   EXPECT_THROWS("no object 'weight_map'", open());
   index(R"({"a": 1})");
   EXPECT_THROWS("weight_map 'a' is 1, want the name of a file", open());
+  index(R"({"a":"\u0000"})");
+  EXPECT_THROWS(R"(weight_map 'a' is "\u0000", want the name of a file)", open());
   for (const char* name : {"", ".", "..", "../x", "/etc/passwd", "sub/x"}) {
     index("{\"a\": \"" + std::string(name) + "\"}");
     EXPECT_THROWS("want the name of a file in the same folder", open());
