@@ -1,5 +1,4 @@
 // Engine, its options and outputs, and what is known of a checkpoint or this processor.
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -93,6 +92,7 @@ py::dict describe(const DraftConfig& c) {
   d["block_size"] = c.block_size;
   d["target_layer_ids"] = c.target_layer_ids;
   d["mask_token_id"] = c.mask_token_id;
+  d["mask_token"] = c.mask_token;
   d["max_position_embeddings"] = c.max_position_embeddings;
   d["layer_causal"] = c.layer_causal;
   d["layer_window"] = c.layer_window;
@@ -117,7 +117,7 @@ py::dict measure(py::handle num_threads, py::handle cache_bytes) {
   const int64_t bytes = integer("cache_bytes", cache_bytes);
   CpuCeilings c;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     c = measure_cpu(threads, bytes);
   }
   py::dict d;
@@ -148,15 +148,19 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
     KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
                        "; want a function or None");
     // Python hears of it a few hundred times at most, however many tensors there are.
-    options.progress = [call = progress.cast<std::function<void(int64_t, int64_t)>>(),
-                        told = int64_t{0}](int64_t done, int64_t total) mutable {
+    options.progress = [call = progress.ptr(), told = int64_t{0}](int64_t done,
+                                                                  int64_t total) mutable {
       if (done < total && done - told < total / 256) return;
       told = done;
-      const py::gil_scoped_acquire acquire;
-      call(done, total);
+      const GilAcquire acquire;
+      // Without objects that unwinding would release, should Python end the thread in there.
+      PyObject* result = PyObject_CallFunction(call, "LL", static_cast<long long>(done),
+                                               static_cast<long long>(total));
+      if (result == nullptr) throw py::error_already_set();
+      Py_DECREF(result);
     };
   }
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return std::make_unique<SharedEngine>(options);
 }
 
@@ -319,7 +323,7 @@ void register_engine(py::module_& module) {
             const std::vector<int64_t> ids = integers("prompt_token_ids", prompt);
             const RequestOptions request = request_options(options);
             const auto not_interrupted = [] {
-              const py::gil_scoped_acquire acquire;
+              const GilAcquire acquire;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
             };
             return shared.use([&](Engine& e) { return e.generate(ids, request, not_interrupted); });

@@ -85,19 +85,12 @@ void Engine::load(const EngineOptions& options) {
   DraftConfig draft_config;
   if (!options.drafter.empty()) {
     draft_config = load_draft_config(options.drafter);
-    const std::string where = options.drafter + "/config.json: ";
-    KDT_CHECK(draft_config.hidden_size == config_.hidden_size, where, "hidden_size is ",
-              draft_config.hidden_size, ", the target's is ", config_.hidden_size);
-    KDT_CHECK(draft_config.vocab_size == config_.vocab_size, where, "vocab_size is ",
-              draft_config.vocab_size, ", the target's is ", config_.vocab_size);
+    const std::string where = options.drafter + "/config.json";
+    check_draft_config(draft_config, config_, where);
     KDT_CHECK(
         draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget,
-        where, "block_size is ", draft_config.block_size, "; this engine takes at most ",
+        where, ": block_size is ", draft_config.block_size, "; this engine takes at most ",
         kMaxTreeDepth + 1);
-    for (const int64_t layer : draft_config.target_layer_ids) {
-      KDT_CHECK(layer >= 0 && layer < config_.num_hidden_layers, where, "target_layer_ids holds ",
-                layer, ", the target has ", config_.num_hidden_layers, " layers");
-    }
     draft_folder = std::make_unique<SafetensorsFolder>(options.drafter);
     draft_config.tensor_prefix = find_draft_prefix(*draft_folder);
   }
@@ -113,12 +106,21 @@ void Engine::load(const EngineOptions& options) {
   target_ = std::make_unique<TargetModel>(*backend_, config_, folder, max_rows_, max_model_len_,
                                           draft_config.target_layer_ids, progress_from(0));
   const int64_t num_blocks = (max_num_seqs_ + 1) * blocks_per_slot_;
-  target_cache_ = target_->make_cache(num_blocks, kBlockSize);
+  const auto make_cache = [&](const auto& model) {
+    try {
+      return model.make_cache(num_blocks, kBlockSize);
+    } catch (const Error& error) {
+      throw Error(join("the cache of max_num_seqs + 1 = ", max_num_seqs_ + 1,
+                       " sequences of max_model_len ", max_model_len_, " tokens: ", error.what(),
+                       ": set a smaller max_model_len or max_num_seqs"));
+    }
+  };
+  target_cache_ = make_cache(*target_);
   if (draft_folder) {
     draft_ = std::make_unique<DraftModel>(*backend_, draft_config, *draft_folder, max_rows_,
                                           max_num_seqs_, max_model_len_ + draft_config.block_size,
                                           progress_from(target_bytes));
-    draft_cache_ = draft_->make_cache(num_blocks, kBlockSize);
+    draft_cache_ = make_cache(*draft_);
   }
   if (options.progress) options.progress(all_bytes, all_bytes);
   model_bytes_ = all_bytes;

@@ -1,9 +1,9 @@
 #include "engine/inspect.h"
 
 #include <array>
-#include <filesystem>
 
 #include "core/error.h"
+#include "io/mmap_file.h"
 #include "model/weights.h"
 
 namespace kdt {
@@ -35,9 +35,10 @@ CheckpointReport inspect_checkpoint(const std::string& folder) {
   if (report.is_drafter) {
     report.drafter = load_draft_config(folder);
   } else {
-    report.model = load_model_config(folder);
+    report.model = load_config_alone(folder);
   }
   try {
+    if (!report.is_drafter) add_generation_eos(folder, report.model);
     const SafetensorsFolder files(folder);
     for (const auto& [name, view] : files.tensors()) {
       ++report.num_tensors;
@@ -58,7 +59,7 @@ CheckpointReport inspect_checkpoint(const std::string& folder) {
       report.faults.push_back(join("and ", faults.count - report.faults.size(), " more"));
     report.unknown = faults.unknown;
     const std::string drafter = folder + "/drafter";
-    if (!report.is_drafter && std::filesystem::exists(drafter + "/config.json"))
+    if (!report.is_drafter && has_entry(drafter + "/config.json"))
       check_draft_config(load_draft_config(drafter), report.model, drafter + "/config.json");
   } catch (const Error& error) {
     // A malformed file is a finding too.

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <utility>
 
 #include "core/error.h"
@@ -67,6 +68,12 @@ MmapFile::MmapFile(MmapFile&& other) noexcept
 
 MmapFile::~MmapFile() {
   if (data_ != nullptr) munmap(const_cast<uint8_t*>(data_), size_);
+}
+
+bool has_entry(const std::string& path) {
+  std::error_code ignored;
+  const auto type = std::filesystem::symlink_status(path, ignored).type();
+  return type != std::filesystem::file_type::not_found;
 }
 
 std::string read_text_file(const std::string& path, size_t max_bytes) {

@@ -45,6 +45,9 @@ class MmapFile : public InputFile {
   const uint8_t* data_ = nullptr;
 };
 
+// Whether there is anything of this name, if only a link that leads nowhere. Throws nothing.
+bool has_entry(const std::string& path);
+
 // The whole file. Throws Error when it cannot be read or is larger than `max_bytes`.
 std::string read_text_file(const std::string& path, size_t max_bytes);
 

@@ -7,6 +7,8 @@
 #include "io/mmap_file.h"
 #include "model/config_reader.h"
 
+namespace fs = std::filesystem;
+
 namespace kdt {
 namespace {
 
@@ -174,14 +176,21 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
 }
 
 ModelConfig load_model_config(const std::string& folder) {
-  namespace fs = std::filesystem;
-  const std::string path = (fs::path(folder) / "config.json").string();
-  ModelConfig config = parse_model_config(read_text_file(path, kMaxConfigBytes), path);
-  const std::string generation = (fs::path(folder) / "generation_config.json").string();
-  if (fs::exists(generation))
-    unite(config.eos_token_ids, parse_generation_eos(read_text_file(generation, kMaxConfigBytes),
-                                                     generation, config.vocab_size));
+  ModelConfig config = load_config_alone(folder);
+  add_generation_eos(folder, config);
   return config;
+}
+
+ModelConfig load_config_alone(const std::string& folder) {
+  const std::string path = (fs::path(folder) / "config.json").string();
+  return parse_model_config(read_text_file(path, kMaxConfigBytes), path);
+}
+
+void add_generation_eos(const std::string& folder, ModelConfig& config) {
+  const std::string path = (fs::path(folder) / "generation_config.json").string();
+  if (!has_entry(path)) return;
+  unite(config.eos_token_ids,
+        parse_generation_eos(read_text_file(path, kMaxConfigBytes), path, config.vocab_size));
 }
 
 std::vector<int64_t> parse_generation_eos(const std::string& json, const std::string& source,

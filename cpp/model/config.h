@@ -79,6 +79,7 @@ struct DraftConfig {
   int64_t num_target_layers = 0;        // 0: not given
   std::vector<int64_t> target_layer_ids;
   int64_t mask_token_id = 0;
+  std::string mask_token;             // its text, "": not given
   std::vector<bool> layer_causal;     // [num_hidden_layers] causal inside the block
   std::vector<int64_t> layer_window;  // [num_hidden_layers] sliding window in tokens, 0: none
   // "" or "model."; config.json does not tell, so the parser leaves it "".
@@ -89,6 +90,9 @@ struct DraftConfig {
 // file, the key and the value for anything missing, of the wrong type, out of range or not
 // supported.
 ModelConfig load_model_config(const std::string& folder);
+// The two files one by one, for who can use the first without the second.
+ModelConfig load_config_alone(const std::string& folder);
+void add_generation_eos(const std::string& folder, ModelConfig& config);
 DraftConfig load_draft_config(const std::string& folder);
 // Throws Error naming the drafter's key (after `where`) that does not fit the target.
 void check_draft_config(const DraftConfig& drafter, const ModelConfig& target,

@@ -125,6 +125,7 @@ DraftConfig parse_draft_config(const std::string& json, const std::string& sourc
   c.block_size = holder(top, dflash, "block_size").integer("block_size", 2, kMaxBlockSize);
   c.mask_token_id =
       holder(top, dflash, "mask_token_id").integer("mask_token_id", 0, c.vocab_size - 1);
+  c.mask_token = dflash.string("mask_token", "");
   const ConfigReader& taps = holder(top, dflash, "target_layer_ids");
   c.num_target_layers = top.integer("num_target_layers", 1, kMaxLayers, 0);
   c.target_layer_ids = taps.integers(

@@ -87,7 +87,6 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
 void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
                        const Tensor& logits) {
   const DraftConfig& c = config_;
-  check_draft_config(c, target.config(), "drafter");
   KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ",
             c.block_size);
   const int64_t rows = batch.num_rows();

@@ -28,8 +28,7 @@ class DraftModel {
 
   // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens)
   // over the cached context. logits [sequences * depth, vocab_size]: row j of a sequence is for the
-  // position j + 1 past its root; depth is 1 to block_size - 1. Throws Error for a target that is
-  // not the one it was made for.
+  // position j + 1 past its root; depth is 1 to block_size - 1.
   void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
              const Tensor& logits);
 

@@ -77,6 +77,7 @@ class Engine:
     One call at a time: another thread's waits. Signal handlers run between the rounds of
     `generate`; in one, `stats`, `config`, `has_unfinished` and `abort` can be used, the rest is a
     RuntimeError. So is any use in a process forked after loading, but for `config` and `abort`.
+    A daemon thread that is in a call when the interpreter ends does not come back from it.
     """
 
     def __init__(

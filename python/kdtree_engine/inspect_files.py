@@ -63,7 +63,10 @@ def _inspect_folder(folder: Path, as_json: bool, console: Console) -> bool:
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
     reports = {"model": _core.inspect_checkpoint(str(folder))}
     if (folder / "drafter").is_dir():
-        reports["drafter"] = _core.inspect_checkpoint(str(folder / "drafter"))
+        try:
+            reports["drafter"] = _core.inspect_checkpoint(str(folder / "drafter"))
+        except RuntimeError as error:  # no readable config.json: what keeps the model from loading
+            reports["drafter"] = {"faults": [str(error)]}
     faults = [f"{part}: {fault}" for part, r in reports.items() for fault in r.get("faults", [])]
     if as_json:
         print(json.dumps({**reports, "faults": faults}))

@@ -122,6 +122,7 @@ class LLM:
         )
         self.config: dict[str, Any] = self._engine.config()
         self._check_block(options.get("num_speculative_tokens"))
+        self._check_mask_token(drafter)
         self._running: dict[int, _Sequence] = {}
         self._busy = False
 
@@ -134,6 +135,21 @@ class LLM:
             raise ValueError(
                 f"speculative_config: num_speculative_tokens is {shown(wanted)}, the drafter "
                 f"proposes {have} tokens a block"
+            )
+
+    def _check_mask_token(self, folder: Path | None) -> None:
+        drafter = self.config["drafter"]
+        text = drafter.get("mask_token") if drafter else None
+        if not text or self._tokenizer is None:
+            return
+        mask_id = drafter["mask_token_id"]
+        name = self._tokenizer.decode([mask_id])
+        # A drafter may give a name to an id that has none.
+        unnamed = name == f"<|reserved_token_{mask_id}|>"
+        if name != text and not (unnamed and text not in self._tokenizer.special_tokens):
+            raise RuntimeError(
+                f"{folder}/config.json: dflash_config.mask_token is {shown(text)}, but "
+                f"mask_token_id {mask_id} is {shown(name)} in the tokenizer of {self.model}"
             )
 
     # ------------------------------------------------------------------ generation

@@ -1,7 +1,10 @@
 """Checkpoints that would load as another model than theirs: refused, and inspect says why."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdtree_engine import LLM
+from kdtree_engine.inspect_files import inspect_path
 from kdtree_engine.reference.checkpoint import read_tensors, write_safetensors
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
@@ -82,7 +87,7 @@ DRAFTER: dict[str, tuple[Edit | None, Edit | None, str]] = {
     "another target's": (
         set_key("num_target_layers", 61),
         None,
-        "num_target_layers is 61, the target's num_hidden_layers is 3",
+        "drafter/config.json: num_target_layers is 61, the target's num_hidden_layers is 3",
     ),
 }
 
@@ -125,6 +130,73 @@ def test_a_checkpoint_that_is_not_what_it_says(folder: Path, name: str) -> None:
     change(folder if name in TARGET else folder / "drafter", config, tensors)
     found = faults(folder)
     assert any(fault in one for one in found), found
+    drafter = None if name in TARGET else str(folder / "drafter")  # which may not fit the change
+    with pytest.raises(RuntimeError) as error:
+        _core.Engine(str(folder), drafter, num_threads=1)
+    assert fault in str(error.value)
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "drafter/config.json"])
+def test_a_link_that_leads_nowhere_is_a_fault(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link_to_itself(folder / name)
+    fault = f"{folder / name}: cannot open: Too many levels of symbolic links"
+    assert _core.inspect_checkpoint(str(folder))["faults"] == [fault]
+    assert not inspect_path(folder, as_json=True)
+    assert f"model: {fault}" in json.loads(capsys.readouterr().out)["faults"]
     with pytest.raises(RuntimeError) as error:
         _core.Engine(str(folder), str(folder / "drafter"), num_threads=1)
-    assert fault in str(error.value)
+    assert str(error.value) == fault
+
+
+def test_too_little_memory_for_max_model_len_names_it(folder: Path) -> None:
+    change(folder, set_key("max_position_embeddings", 4194304), None)
+    script = """
+import resource, sys
+from kdtree_engine import _core
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+_core.Engine(sys.argv[1], num_threads=1, max_model_len=100)
+try:
+    _core.Engine(sys.argv[1], num_threads=1)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert "max_model_len 4194304 tokens: allocate: no memory for " in done.stdout, done
+    assert "set a smaller max_model_len or max_num_seqs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "token_id", "name"),
+    [
+        ("<|im_end|>", 511, "'<|reserved_token_511|>'"),
+        ("<|mask|>", 501, "'<|im_user|>'"),
+        ("<|im_end|>", 501, "'<|im_user|>'"),
+        ("<|mask|>", 104, "'h'"),
+        ("<|im_user|>", 501, None),
+        ("<|mask|>", 511, None),  # a name for an id that has none
+        ("<|reserved_token_511|>", 511, None),
+    ],
+)
+def test_a_mask_token_is_what_mask_token_id_is(
+    folder: Path, text: str, token_id: int, name: str | None
+) -> None:
+    names = {"mask_token": text, "mask_token_id": token_id}
+    change(folder / "drafter", lambda c: c["dflash_config"].update(names), None)
+    if name is None:
+        assert LLM(folder, num_threads=1).config["drafter"]["mask_token"] == text
+        return
+    fault = f"config.json: dflash_config.mask_token is '{text}', but mask_token_id {token_id} is "
+    with pytest.raises(RuntimeError, match=re.escape(fault + name)):
+        LLM(folder, num_threads=1)
+    change(folder / "drafter", lambda c: c["dflash_config"].update(mask_token=7), None)
+    with pytest.raises(RuntimeError, match=r"dflash_config\.mask_token is 7, want a string"):
+        LLM(folder, num_threads=1)
