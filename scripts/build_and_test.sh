@@ -43,7 +43,7 @@ if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; th
   export CMAKE_CXX_COMPILER_LAUNCHER=ccache
 fi
 python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-  -Cbuild-dir="$build" -Ccmake.define.KDT_TESTS=ON ".[${EXTRAS:-test}]"
+  --config-settings=build-dir="$build" --config-settings=cmake.define.KDT_TESTS=ON ".[${EXTRAS:-test}]"
 
 begin "import of the compiled module"
 hint="The package was installed without it; see the output of the build above."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU and runs everything that needs one. Under ten minutes in all.
+# Builds for this machine's GPU and runs everything that needs one: about five minutes on an H200 with 16 cores.
 #
 #   scripts/test_on_gpu.sh [--sanitize] [--bench] [--only-bench]
 #
@@ -8,9 +8,9 @@
 # --only-bench  no tests
 #
 # BUILD_DIR   CMake's folder (default build/gpu)
-# OUT         where results go (default BUILD_DIR/results): *.json and the tests' log
+# OUT         where results go (default BUILD_DIR/results): *.json, the build's log, a sanitizer's findings
 # PYTHON      an interpreter with numpy, pytest, pybind11, nlohmann-json and this package's own
-#             requirements; nothing is installed and nothing is fetched
+#             requirements; nothing is installed and nothing is fetched. nvcc, cmake and ninja must be in PATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,8 @@ for argument in "$@"; do
     --sanitize) sanitize=1 ;;
     --bench) bench=1 ;;
     --only-bench) bench=1 tests=0 ;;
-    *) sed -n 2,14p "$0" >&2; exit 2 ;;
+    -h | --help) sed -n 2,15p "$0"; exit 0 ;;
+    *) echo "unknown argument $argument: want --sanitize, --bench or --only-bench" >&2; exit 2 ;;
   esac
 done
 mkdir -p "$build" "$out"

@@ -66,11 +66,10 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
 #ifdef KDT_WITH_CUDA
   return cuda::make_cuda_backend(number);
 #else
-  throw Error(
-      join("device is '", device,
-           "', but this build has no CUDA back end: install again with `pip install . -C "
-           "cmake.define.KDT_CUDA=ON` where nvcc is, or with `KDTREE_PIP_CUDA=1 pip install "
-           ".`, which takes the CUDA compiler from PyPI"));
+  throw Error(join("device is '", device,
+                   "', but this build has no CUDA back end: install again with `pip install . "
+                   "--config-settings=cmake.define.KDT_CUDA=ON` where nvcc is, or with "
+                   "`KDTREE_PIP_CUDA=1 pip install .`, which takes the CUDA compiler from PyPI"));
 #endif
 }
 
@@ -83,7 +82,10 @@ std::vector<OpTime> bench_ops(const std::string& device, const std::string& only
 #if defined(KDT_WITH_CUDA) && !defined(KDT_EMULATOR)
   return cuda::bench_ops(number, only);
 #else
-  throw Error(join("device is '", device, "', but this build has no CUDA back end to time"));
+  throw Error(
+      join("device is '", device,
+           "', but this build has no CUDA back end to time: install again with `pip install . "
+           "--config-settings=cmake.define.KDT_CUDA=ON` where nvcc is"));
 #endif
 }
 

@@ -56,6 +56,8 @@ double CostModel::verify_ms(int64_t rows) const {
 }
 
 void CostModel::observe_verify(int64_t rows, double ms) {
+  // Past the last point the curve is a guess, which says nothing about the point.
+  if (rows > verify_.back().first) return;
   const double ratio = ms / verify_ms(rows);
   const auto [after, weight] = place(rows);
   follow(verify_[after].second, ratio, 1 - weight);

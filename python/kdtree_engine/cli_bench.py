@@ -217,9 +217,9 @@ def bench(
         ),
     ] = None,
     limit: Annotated[
-        int,
-        typer.Option(min=0, show_default=False, help="Only the first N prompts.  [default: all]"),
-    ] = 0,
+        int | None,
+        typer.Option(min=1, show_default=False, help="Only the first N prompts.  [default: all]"),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens a prompt.")
     ] = 128,

@@ -206,7 +206,7 @@ class Conversation:
             with _stopped_by_ctrl_c(self.terminal) as stopped, bar as show_prefill:
                 for chunk in stream:
                     show_prefill(chunk)
-                    if chunk.step.tree is not None:
+                    if chunk.step.tree is not None and len(chunk.step.tree.tokens) > 1:
                         self._last_tree = chunk.step
                     screen.show(chunk)
                     if stopped:
@@ -248,6 +248,8 @@ class Conversation:
         if text == "none":
             self._speculative = {"method": "none"}
         elif text:
+            if loaded.method == "none":
+                raise ValueError("/budget needs the drafter: start kdtree chat without --method none")
             budget = common.parse_budget(text, "/budget")
             options: dict[str, Any] = {"method": "ddtree", "tree_budget": budget}
             if loaded.method == "ddtree":

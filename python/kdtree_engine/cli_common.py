@@ -185,7 +185,7 @@ def load(
     if quiet or not console.is_terminal:
         llm = LLM(model, speculative_config=speculative, **options)
         if not quiet:
-            print(f"loaded {name}", file=sys.stderr)
+            print(f"loaded {name} on {llm.stats().get('device', 'cpu')}", file=sys.stderr)
         return llm
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -53,6 +53,12 @@ KDT_TEST(follows_what_rounds_take_but_not_an_interruption) {
   EXPECT_NEAR(model.draft_ms(), 2.0, 0.01);
 }
 
+KDT_TEST(rounds_of_more_rows_than_were_measured_do_not_spoil_the_last_point) {
+  CostModel model = costs(1, {{1, 1.0}, {65, 2.0}});
+  for (int i = 0; i < 200; ++i) model.observe_verify(257, 2.1);
+  EXPECT_NEAR(model.verify_ms(65), 2.0, 1e-12);
+}
+
 KDT_TEST(free_rows_are_all_verified) {
   const CostModel model = costs(0.5, {{1, 1.0}, {65, 1.0}});
   EXPECT_EQ(AutoBudget().choose_slots(tree({0.5, 0.2, 0.1, 0.01}), model), 5);
