@@ -249,7 +249,9 @@ class Conversation:
             self._speculative = {"method": "none"}
         elif text:
             if loaded.method == "none":
-                raise ValueError("/budget needs the drafter: start kdtree chat without --method none")
+                raise ValueError(
+                    "/budget needs the drafter: start kdtree chat without --method none"
+                )
             budget = common.parse_budget(text, "/budget")
             options: dict[str, Any] = {"method": "ddtree", "tree_budget": budget}
             if loaded.method == "ddtree":
