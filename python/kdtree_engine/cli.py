@@ -12,7 +12,6 @@ from kdtree_engine.cli_bench import bench
 from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
-from kdtree_engine.sampling_params import METHODS
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
 
@@ -53,13 +52,8 @@ def generate(
     prompt: Prompt,
     model: common.Model = None,
     draft_model: common.DraftModel = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(METHODS)}.  [default: ddtree if there is a drafter]"),
-    ] = None,
-    tree_budget: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
-    ] = None,
+    method: common.Method = None,
+    tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
     draft_temperature: common.DraftTemperature = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,

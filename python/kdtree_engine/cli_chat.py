@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kdtree_engine import cli_common as common
-from kdtree_engine.sampling_params import METHODS
 
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
@@ -32,13 +31,8 @@ _QUOTES = '"""'
 def chat(
     model: common.Model = None,
     draft_model: common.DraftModel = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(METHODS)}.  [default: ddtree if there is a drafter]"),
-    ] = None,
-    tree_budget: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
-    ] = None,
+    method: common.Method = None,
+    tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
     draft_temperature: common.DraftTemperature = None,
     max_tokens: Annotated[

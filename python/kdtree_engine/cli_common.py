@@ -51,6 +51,13 @@ MaxModelLen = Annotated[
     ),
 ]
 # None where the option is not given: given with a method that has no use for it, it is refused.
+Method = Annotated[
+    str | None,
+    typer.Option(help=f"{', '.join(METHODS)}.  [default: ddtree if there is a drafter]"),
+]
+TreeBudget = Annotated[
+    str | None, typer.Option(metavar="N|auto", help="Draft nodes a round.  [default: auto]")
+]
 TreeTopk = Annotated[
     int | None,
     typer.Option(help="Candidates at each depth.  [default: as many as the budget]"),
