@@ -17,14 +17,17 @@
 
 namespace kdt {
 
+class Communicator;
+class RankGroup;
+
 // Memory of a device, released with the object.
 struct Buffer {
   std::shared_ptr<void> memory;
   Tensor tensor;
 };
 
-// A matrix [out_features, in_features] in the host's memory, as the checkpoint stores it; any
-// alignment.
+// A matrix [out_features, in_features] in the host's memory, or a slice of one, as the checkpoint
+// stores it; any alignment.
 struct HostMatrix {
   const uint8_t* data =
       nullptr;  // kFloat32, kBFloat16: [out, in]; kInt32: int4 nibbles, [out, in / 8]
@@ -32,12 +35,36 @@ struct HostMatrix {
   DType dtype = DType::kBFloat16;
   int64_t out_features = 0;
   int64_t in_features = 0;
+  // From one row to the next, in bytes; 0: the rows lie one behind another.
+  int64_t row_stride = 0;
+  int64_t scale_row_stride = 0;
+
+  int64_t row_bytes() const {
+    return dtype == DType::kInt32 ? in_features / 2
+                                  : in_features * static_cast<int64_t>(dtype_bytes(dtype));
+  }
+  const uint8_t* row(int64_t i) const {
+    return data + i * (row_stride == 0 ? row_bytes() : row_stride);
+  }
+  const uint8_t* scale_row(int64_t i) const {
+    return scale + i * (scale_row_stride == 0 ? in_features / 32 * 2 : scale_row_stride);
+  }
+};
+
+// kFloat32, kBFloat16 or kInt32 (int4).
+struct MatrixShape {
+  int64_t out_features = 0;
+  int64_t in_features = 0;
+  DType dtype = DType::kBFloat16;
 };
 
 // Weights in the back end's own layout; only the back end that made one can use it.
 class LinearWeight {
  public:
   virtual ~LinearWeight() = default;
+  // All memory that fill_linear writes, as bytes in the device's memory, in an order that the
+  // shapes decide.
+  virtual std::vector<Tensor> memory() const = 0;
   int64_t out_features = 0;
   int64_t in_features = 0;
 };
@@ -47,9 +74,18 @@ struct HostExpert {
   HostMatrix gate, up, down;
 };
 
+struct ExpertsShape {
+  int64_t num_experts = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  DType gate_up_dtype = DType::kInt32;
+  DType down_dtype = DType::kInt32;
+};
+
 class ExpertsWeight {
  public:
   virtual ~ExpertsWeight() = default;
+  virtual std::vector<Tensor> memory() const = 0;  // as LinearWeight's
   int64_t num_experts = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
@@ -165,11 +201,31 @@ struct MoeRouteArgs {
 };
 
 struct MoeExpertsArgs {
-  Tensor x;        // [T, hidden_size]
-  Tensor ids;      // [T, top_k] i32; an id outside the experts adds nothing
+  Tensor x;    // [T, hidden_size]
+  Tensor ids;  // [T, top_k] i32; `experts` are first_expert and those that follow it, and an id
+               // outside of them adds nothing
   Tensor weights;  // [T, top_k] f32
   const ExpertsWeight* experts = nullptr;
   Tensor out;  // [T, hidden_size]; the weighted sum is added in the order of ids
+  int64_t first_expert = 0;
+};
+
+// out[t] = row token_ids[t] - first_id of the table; zeros when that is in another rank's part of
+// the vocabulary.
+struct EmbedArgs {
+  Tensor table;      // [rows, H] bf16 or f32
+  Tensor token_ids;  // [T] i32 in [0, vocab_size)
+  Tensor out;        // [T, H] f32
+  int64_t first_id = 0;
+  int64_t vocab_size = 0;  // 0: the table has all rows
+};
+
+// ids[r] = first_id + the first greatest of logits[r]; -1 when the row holds no number.
+struct ArgmaxArgs {
+  Tensor logits;  // [R, V] f32
+  Tensor ids;     // [R] i32
+  Tensor values;  // [R] f32, the greatest, -inf where ids is -1; may be undefined
+  int64_t first_id = 0;
 };
 
 struct TopkLogprobsArgs {
@@ -179,6 +235,20 @@ struct TopkLogprobsArgs {
   // logit is not finite has no distribution: all -inf.
   Tensor logprobs;
   Tensor ids;  // [R, k] i32, equals by lower id
+  // [R] f32, the logarithm of the sum of exp(logit / temperature), -inf for a row that has no
+  // distribution; may be undefined.
+  Tensor log_sums;
+  int64_t first_id = 0;  // added to the ids
+};
+
+// The top k over the whole vocabulary from those of its N equal parts (each
+// part's log-probabilities are relative to its own log_sum).
+struct MergeTopkArgs {
+  Tensor part_logprobs;  // [N, R, k'] f32, each row descending
+  Tensor part_ids;       // [N, R, k'] i32, of the whole vocabulary
+  Tensor log_sums;       // [N, R] f32
+  Tensor logprobs;       // [R, k] f32, descending, as topk_logprobs gives them; k <= N * k'
+  Tensor ids;            // [R, k] i32, equals by lower id
 };
 
 // A token a row from softmax(logits / temperature), by inverse CDF in float64: the first whose
@@ -240,10 +310,20 @@ class Backend {
   virtual void upload(const Tensor& to, const void* from) = 0;
   virtual void download(void* to, const Tensor& from) = 0;
   virtual void synchronize() = 0;
-  // The matrices lie one under another in the result; all of one dtype and in_features.
-  virtual std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) = 0;
-  virtual std::unique_ptr<ExpertsWeight> prepare_experts(
-      const std::vector<HostExpert>& experts) = 0;
+  // A weight without values. The matrices lie one under another in the result; all of one dtype
+  // and in_features.
+  virtual std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) = 0;
+  // Gives it its values, in the shapes it was made for.
+  virtual void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& stacked) = 0;
+  virtual std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) = 0;
+  virtual void fill_expert(ExpertsWeight& weight, int64_t index, const HostExpert& expert) = 0;
+  // Names the layout of memory(): what one back end wrote, another of the same name can read.
+  virtual std::string weight_layout() const = 0;
+  // Both steps at once.
+  std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked);
+  std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts);
+  // For this rank of a group. All ranks call it.
+  virtual std::unique_ptr<Communicator> make_communicator(RankGroup& group) = 0;
   virtual std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
                                                   int64_t block_size, int64_t kv_lora_rank,
                                                   int64_t rope_dim) = 0;
@@ -252,9 +332,7 @@ class Backend {
                                                   int64_t head_dim) = 0;
 
   // Rows.
-  // out[t] = table[token_ids[t]]: table [V, H] bf16 or f32, token_ids [T] i32 within V, out [T, H]
-  // f32.
-  virtual void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) = 0;
+  virtual void embed(const EmbedArgs& args) = 0;
   virtual void rms_norm(const RmsNormArgs& args) = 0;
   // residual += delta, then out = RMSNorm(residual) * weight. All [T, H].
   virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
@@ -291,8 +369,8 @@ class Backend {
 
   // Choice and tree.
   virtual void topk_logprobs(const TopkLogprobsArgs& args) = 0;
-  // ids[r] = the first greatest of logits[r]; -1 when the row holds no number.
-  virtual void argmax(const Tensor& logits, const Tensor& ids) = 0;
+  virtual void merge_topk(const MergeTopkArgs& args) = 0;
+  virtual void argmax(const ArgmaxArgs& args) = 0;
   virtual void sample_tokens(const SampleTokensArgs& args) = 0;
   virtual void tree_build(const TreeBuildArgs& args) = 0;
   virtual void tree_accept(const TreeAcceptArgs& args) = 0;
