@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "backend/check_sides.h"
+#include "parallel/communicator.h"
 
 namespace kdt {
 namespace {
@@ -77,6 +78,9 @@ class CheckBackend final : public Backend {
     return weight;
   }
 
+  std::unique_ptr<Communicator> make_communicator(RankGroup&) override {
+    throw Error("check: ranks are not compared; use one device");
+  }
   std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
                                           int64_t block_size, int64_t kv_lora_rank,
                                           int64_t rope_dim) override {

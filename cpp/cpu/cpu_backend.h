@@ -92,6 +92,7 @@ class CpuBackend final : public Backend {
   void synchronize() override {}
   std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) override;
   std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) override;
+  std::unique_ptr<Communicator> make_communicator(RankGroup& group) override;
   std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
                                           int64_t block_size, int64_t kv_lora_rank,
                                           int64_t rope_dim) override;
