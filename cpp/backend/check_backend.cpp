@@ -58,25 +58,40 @@ class CheckBackend final : public Backend {
     sides_.other().synchronize();
   }
 
-  std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) override {
+  std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) override {
     auto weight = std::make_unique<CheckLinear>();
-    weight->reference = sides_.reference().prepare_linear(stacked);
-    weight->other = sides_.other().prepare_linear(stacked);
+    weight->reference = sides_.reference().make_linear(stacked);
+    weight->other = sides_.other().make_linear(stacked);
     weight->out_features = weight->reference->out_features;
     weight->in_features = weight->reference->in_features;
     weight->is_f32 = stacked.front().dtype == DType::kFloat32;
     return weight;
   }
 
-  std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) override {
+  void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& stacked) override {
+    auto& pair = static_cast<CheckLinear&>(weight);
+    sides_.reference().fill_linear(*pair.reference, stacked);
+    sides_.other().fill_linear(*pair.other, stacked);
+  }
+
+  std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) override {
     auto weight = std::make_unique<CheckExperts>();
-    weight->reference = sides_.reference().prepare_experts(experts);
-    weight->other = sides_.other().prepare_experts(experts);
+    weight->reference = sides_.reference().make_experts(shape);
+    weight->other = sides_.other().make_experts(shape);
     weight->num_experts = weight->reference->num_experts;
     weight->hidden_size = weight->reference->hidden_size;
     weight->intermediate_size = weight->reference->intermediate_size;
     return weight;
   }
+
+  void fill_expert(ExpertsWeight& weight, int64_t index, const HostExpert& expert) override {
+    auto& pair = static_cast<CheckExperts&>(weight);
+    sides_.reference().fill_expert(*pair.reference, index, expert);
+    sides_.other().fill_expert(*pair.other, index, expert);
+  }
+
+  // None: two sides' memory is no other back end's.
+  std::string weight_layout() const override { return ""; }
 
   std::unique_ptr<Communicator> make_communicator(RankGroup&) override {
     throw Error("check: ranks are not compared; use one device");

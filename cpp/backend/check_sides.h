@@ -12,9 +12,13 @@ namespace kdt {
 struct CheckLinear final : LinearWeight {
   std::unique_ptr<LinearWeight> reference, other;
   bool is_f32 = false;
+
+  std::vector<Tensor> memory() const override { return reference->memory(); }
 };
 struct CheckExperts final : ExpertsWeight {
   std::unique_ptr<ExpertsWeight> reference, other;
+
+  std::vector<Tensor> memory() const override { return reference->memory(); }
 };
 struct CheckCache final : KvCache {
   std::unique_ptr<KvCache> reference, other;

@@ -40,21 +40,38 @@ struct PackedMatrix {
   DType dtype = DType::kBFloat16;
   int64_t out_features = 0;
   int64_t in_features = 0;
-  std::shared_ptr<void> panels;
-  std::shared_ptr<void> scales;  // int4 only
+  uint32_t* panels = nullptr;
+  uint32_t* scales = nullptr;  // int4 only
 };
 
-PackedMatrix pack_matrix(const HostMatrix& matrix, Arena& arena);
+// Matrices one behind another in one piece of memory, each one's scales behind its panels. Every
+// byte of a matrix is written when it is packed.
+struct PackedMatrices {
+  std::vector<PackedMatrix> matrices;
+  std::shared_ptr<void> memory;
+  int64_t bytes = 0;
+
+  std::vector<Tensor> tensors() const { return {Tensor(memory.get(), DType::kUInt8, {bytes})}; }
+};
+
+PackedMatrices make_packed(const std::vector<MatrixShape>& shapes, Arena& arena);
 
 struct CpuLinear final : LinearWeight {
-  std::vector<PackedMatrix> matrices;
+  std::vector<MatrixShape> shapes;
+  PackedMatrices packed;
+
+  std::vector<Tensor> memory() const override { return packed.tensors(); }
 };
 
 struct CpuExperts final : ExpertsWeight {
   struct Expert {
     PackedMatrix gate, up, down;
   };
-  std::vector<Expert> experts;
+  ExpertsShape shape;
+  PackedMatrices packed;
+  std::vector<Expert> experts;  // in `packed`
+
+  std::vector<Tensor> memory() const override { return packed.tensors(); }
 };
 
 // Kept as the two products of attention read them: keys transposed in panels of 32 positions,
@@ -90,8 +107,11 @@ class CpuBackend final : public Backend {
   void upload(const Tensor& to, const void* from) override;
   void download(void* to, const Tensor& from) override;
   void synchronize() override {}
-  std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) override;
-  std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) override;
+  std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) override;
+  void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& stacked) override;
+  std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) override;
+  void fill_expert(ExpertsWeight& weight, int64_t index, const HostExpert& expert) override;
+  std::string weight_layout() const override { return "cpu-panels-1"; }
   std::unique_ptr<Communicator> make_communicator(RankGroup& group) override;
   std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
                                           int64_t block_size, int64_t kv_lora_rank,
@@ -137,6 +157,7 @@ class CpuBackend final : public Backend {
     std::vector<int32_t> more_ints;
   };
 
+  void pack(const HostMatrix& from, const PackedMatrix& to);
   // `count` panels of one matrix's product, from `panel` on.
   void multiply(const float* x, int64_t ldx, int64_t rows, const PackedMatrix& matrix,
                 int64_t panel, int64_t count, float* out, int64_t ldo) const;

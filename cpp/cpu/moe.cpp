@@ -9,29 +9,6 @@
 
 namespace kdt::cpu {
 
-std::unique_ptr<ExpertsWeight> CpuBackend::prepare_experts(const std::vector<HostExpert>& experts) {
-  KDT_CHECK(!experts.empty(), "prepare_experts: no expert");
-  auto weight = std::make_unique<CpuExperts>();
-  weight->num_experts = static_cast<int64_t>(experts.size());
-  weight->hidden_size = experts.front().gate.in_features;
-  weight->intermediate_size = experts.front().gate.out_features;
-  for (const HostExpert& host : experts) {
-    for (const HostMatrix* matrix : {&host.gate, &host.up}) {
-      KDT_CHECK(matrix->in_features == weight->hidden_size &&
-                    matrix->out_features == weight->intermediate_size,
-                "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features,
-                "], want [", weight->intermediate_size, ", ", weight->hidden_size, "]");
-    }
-    KDT_CHECK(host.down.in_features == weight->intermediate_size &&
-                  host.down.out_features == weight->hidden_size,
-              "prepare_experts: down is [", host.down.out_features, ", ", host.down.in_features,
-              "], want [", weight->hidden_size, ", ", weight->intermediate_size, "]");
-    weight->experts.push_back({pack_matrix(host.gate, arena_), pack_matrix(host.up, arena_),
-                               pack_matrix(host.down, arena_)});
-  }
-  return weight;
-}
-
 void CpuBackend::moe_route(const MoeRouteArgs& args) {
   check_moe_route(args);
   const int64_t experts = args.logits.dim(1), top_k = args.ids.dim(1);

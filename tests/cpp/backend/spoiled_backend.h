@@ -22,12 +22,19 @@ class Spoiled final : public Backend {
   void upload(const Tensor& to, const void* from) override { inner_->upload(to, from); }
   void download(void* to, const Tensor& from) override { inner_->download(to, from); }
   void synchronize() override { inner_->synchronize(); }
-  std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& m) override {
-    return inner_->prepare_linear(m);
+  std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& m) override {
+    return inner_->make_linear(m);
   }
-  std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& e) override {
-    return inner_->prepare_experts(e);
+  void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& m) override {
+    inner_->fill_linear(weight, m);
   }
+  std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) override {
+    return inner_->make_experts(shape);
+  }
+  void fill_expert(ExpertsWeight& weight, int64_t index, const HostExpert& e) override {
+    inner_->fill_expert(weight, index, e);
+  }
+  std::string weight_layout() const override { return inner_->weight_layout(); }
   std::unique_ptr<KvCache> make_mla_cache(int64_t l, int64_t n, int64_t b, int64_t rank,
                                           int64_t rope) override {
     return inner_->make_mla_cache(l, n, b, rank, rope);
