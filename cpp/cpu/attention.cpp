@@ -186,12 +186,12 @@ void CpuBackend::mla_query(const MlaQueryArgs& args) {
   const int64_t rows = args.q.dim(0), heads = args.q.dim(1), head_dim = args.q.dim(2);
   const int64_t nope = w_uk.in_features, rope_dim = head_dim - nope;
   const int64_t width = args.out.dim(2), rank = width - rope_dim;
-  KDT_CHECK(static_cast<int64_t>(w_uk.matrices.size()) == heads, "mla_query: W_UK has ",
-            w_uk.matrices.size(), " matrices for ", heads, " heads");
+  KDT_CHECK(static_cast<int64_t>(w_uk.packed.matrices.size()) == heads, "mla_query: W_UK has ",
+            w_uk.packed.matrices.size(), " matrices for ", heads, " heads");
   const auto body = [&](int64_t head, int) {
     const float* q = args.q.data<float>() + head * head_dim;
     float* out = args.out.data<float>() + head * width;
-    multiply(q, heads * head_dim, rows, w_uk.matrices[head], 0, ceil_div(rank, kPanel), out,
+    multiply(q, heads * head_dim, rows, w_uk.packed.matrices[head], 0, ceil_div(rank, kPanel), out,
              heads * width);
     for (int64_t t = 0; t < rows; ++t) {
       float* row = out + t * heads * width;
