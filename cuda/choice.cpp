@@ -29,6 +29,8 @@ void CudaBackend::topk_logprobs(const TopkLogprobsArgs& args) {
   launch_topk({.logits = logits,
                .logprobs = args.logprobs.data<float>(),
                .ids = args.ids.data<int32_t>(),
+               .log_sums = args.log_sums.data<float>(),
+               .first_id = static_cast<int32_t>(args.first_id),
                .num_rows = rows,
                .vocab = vocab,
                .k = args.logprobs.dim(1),
@@ -45,19 +47,27 @@ void CudaBackend::topk_logprobs(const TopkLogprobsArgs& args) {
               stream_);
 }
 
-void CudaBackend::argmax(const Tensor& logits, const Tensor& ids) {
-  check_argmax(logits, ids);
-  check_size("argmax", logits);
-  const int64_t rows = logits.dim(0), vocab = logits.dim(1),
+void CudaBackend::merge_topk(const MergeTopkArgs& args) {
+  check_merge_topk(args);
+  throw Error("merge_topk: not there yet");
+}
+
+void CudaBackend::argmax(const ArgmaxArgs& args) {
+  check_argmax(args);
+  check_size("argmax", args.logits);
+  const auto* logits = args.logits.data<float>();
+  const int64_t rows = args.logits.dim(0), vocab = args.logits.dim(1),
                 chunks = rows * num_logits_chunks(vocab);
   workspace_.reserve(Workspace::piece(chunks * 8));
-  launch_argmax({.logits = logits.data<float>(),
-                 .ids = ids.data<int32_t>(),
+  launch_argmax({.logits = logits,
+                 .ids = args.ids.data<int32_t>(),
+                 .values = args.values.data<float>(),
+                 .first_id = static_cast<int32_t>(args.first_id),
                  .keys = workspace_.take<uint64_t>(chunks),
                  .num_rows = rows,
                  .vocab = vocab,
                  .num_chunks = static_cast<uint32_t>(num_logits_chunks(vocab)),
-                 .aligned = logits_aligned(logits.data<float>(), vocab)},
+                 .aligned = logits_aligned(logits, vocab)},
                 stream_);
 }
 

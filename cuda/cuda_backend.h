@@ -93,7 +93,7 @@ class CudaBackend final : public Backend {
                                           int64_t block_size, int64_t kv_heads,
                                           int64_t head_dim) override;
 
-  void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) override;
+  void embed(const EmbedArgs& args) override;
   void rms_norm(const RmsNormArgs& args) override;
   void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
                     const Tensor& out) override;
@@ -114,7 +114,8 @@ class CudaBackend final : public Backend {
   void moe_route(const MoeRouteArgs& args) override;
   void moe_experts(const MoeExpertsArgs& args) override;
   void topk_logprobs(const TopkLogprobsArgs& args) override;
-  void argmax(const Tensor& logits, const Tensor& ids) override;
+  void merge_topk(const MergeTopkArgs& args) override;
+  void argmax(const ArgmaxArgs& args) override;
   void sample_tokens(const SampleTokensArgs& args) override;
   void tree_build(const TreeBuildArgs& args) override;
   void tree_accept(const TreeAcceptArgs& args) override;

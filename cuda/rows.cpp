@@ -6,16 +6,18 @@
 
 namespace kdt::cuda {
 
-void CudaBackend::embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
-  check_embed(table, token_ids, out);
-  launch_embed({.table = table.raw(),
-                .token_ids = token_ids.data<int32_t>(),
-                .out = out.data<float>(),
+void CudaBackend::embed(const EmbedArgs& args) {
+  check_embed(args);
+  launch_embed({.table = args.table.raw(),
+                .token_ids = args.token_ids.data<int32_t>(),
+                .out = args.out.data<float>(),
                 .fault = device_fault_,
-                .num_rows = token_ids.numel(),
-                .vocab_size = table.dim(0),
-                .hidden_size = table.dim(1),
-                .is_bf16 = table.dtype() == DType::kBFloat16},
+                .num_rows = args.token_ids.numel(),
+                .table_rows = args.table.dim(0),
+                .hidden_size = args.table.dim(1),
+                .first_id = args.first_id,
+                .vocab_size = args.vocab_size == 0 ? args.table.dim(0) : args.vocab_size,
+                .is_bf16 = args.table.dtype() == DType::kBFloat16},
                stream_);
 }
 

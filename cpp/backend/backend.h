@@ -224,7 +224,7 @@ struct EmbedArgs {
 struct ArgmaxArgs {
   Tensor logits;  // [R, V] f32
   Tensor ids;     // [R] i32
-  Tensor values;  // [R] f32, the greatest, -inf where ids is -1; may be undefined
+  Tensor values = {};  // [R] f32, the greatest, -inf where ids is -1; may be undefined
   int64_t first_id = 0;
 };
 
@@ -237,7 +237,7 @@ struct TopkLogprobsArgs {
   Tensor ids;  // [R, k] i32, equals by lower id
   // [R] f32, the logarithm of the sum of exp(logit / temperature), -inf for a row that has no
   // distribution; may be undefined.
-  Tensor log_sums;
+  Tensor log_sums = {};
   int64_t first_id = 0;  // added to the ids
 };
 

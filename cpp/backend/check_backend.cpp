@@ -115,9 +115,13 @@ class CheckBackend final : public Backend {
 
   // Ops.
 
-  void embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) override {
-    sides_.run("embed", [&](const Side& s) { s.backend().embed(s(table), s(token_ids), s(out)); });
-    sides_.expect_same<float>("embed", out);
+  void embed(const EmbedArgs& args) override {
+    sides_.run("embed", [&](const Side& s) {
+      auto a = args;
+      s.place(a.table, a.token_ids, a.out);
+      s.backend().embed(a);
+    });
+    sides_.expect_same<float>("embed", args.out);
   }
 
   void rms_norm(const RmsNormArgs& args) override {
@@ -257,23 +261,42 @@ class CheckBackend final : public Backend {
   void topk_logprobs(const TopkLogprobsArgs& args) override {
     sides_.run("topk_logprobs", [&](const Side& s) {
       auto a = args;
-      s.place(a.logits, a.logprobs, a.ids);
+      s.place(a.logits, a.logprobs, a.ids, a.log_sums);
       s.backend().topk_logprobs(a);
     });
     const std::vector<float> logits = sides_.read<float>(args.logits);
     const int64_t vocab = args.logits.dim(1);
     sides_.expect_ids("topk_logprobs", args.ids, [&](int64_t row, int32_t a, int32_t b) {
+      a -= static_cast<int32_t>(args.first_id);
+      b -= static_cast<int32_t>(args.first_id);
       if (std::min(a, b) < 0 || std::max(a, b) >= vocab) return false;
       const double difference =
           std::fabs(or_lowest(logits[row * vocab + a]) - or_lowest(logits[row * vocab + b]));
       return difference > 0 && difference <= kTie;  // equals have an order: that of their ids
     });
     sides_.expect_close("topk_logprobs", args.logprobs);
+    if (args.log_sums.defined())
+      sides_.expect_close("topk_logprobs", args.log_sums.view({args.log_sums.numel(), 1}));
   }
 
-  void argmax(const Tensor& logits, const Tensor& ids) override {
-    sides_.run("argmax", [&](const Side& s) { s.backend().argmax(s(logits), s(ids)); });
-    sides_.expect_same<int32_t>("argmax", ids);
+  void merge_topk(const MergeTopkArgs& args) override {
+    sides_.run("merge_topk", [&](const Side& s) {
+      auto a = args;
+      s.place(a.part_logprobs, a.part_ids, a.log_sums, a.logprobs, a.ids);
+      s.backend().merge_topk(a);
+    });
+    sides_.expect_same<int32_t>("merge_topk", args.ids);
+    sides_.expect_close("merge_topk", args.logprobs);
+  }
+
+  void argmax(const ArgmaxArgs& args) override {
+    sides_.run("argmax", [&](const Side& s) {
+      auto a = args;
+      s.place(a.logits, a.ids, a.values);
+      s.backend().argmax(a);
+    });
+    sides_.expect_same<int32_t>("argmax", args.ids);
+    if (args.values.defined()) sides_.expect_same<float>("argmax", args.values);
   }
 
   void sample_tokens(const SampleTokensArgs& args) override {

@@ -27,6 +27,7 @@ constexpr Tolerance kTolerances[] = {
     {"mla_query", 0.1, 0.01, 0},        {"mla_attention", 0.3, 0.1, 0},
     {"gqa_attention", 0.3, 0.1, 0},     {"moe_route", 1e-5, 1e-5, 1e-6},
     {"moe_experts", 0.1, 0.02, 0},      {"topk_logprobs", 1e-6, 1e-6, 1e-5},
+    {"merge_topk", 1e-6, 1e-6, 1e-5},
 };
 constexpr int64_t kShortRow = 32;
 

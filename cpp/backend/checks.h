@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "backend/backend.h"
 
@@ -26,6 +27,15 @@ inline void check_f32(const char* op, const char* name, const Tensor& t,
 inline void check_i32(const char* op, const char* name, const Tensor& t,
                       std::initializer_list<int64_t> shape) {
   check_shape(op, name, t, DType::kInt32, shape);
+}
+
+// Ids of tokens and experts are int32.
+inline constexpr int64_t kMostIds = std::numeric_limits<int32_t>::max();
+
+// The last id of `vocab` from first_id on is one.
+inline void check_first_id(const char* op, int64_t first_id, int64_t vocab) {
+  KDT_CHECK(first_id >= 0 && first_id <= kMostIds - vocab, op, ": first_id ", first_id, " for ",
+            vocab, " logits");
 }
 
 // `width` >= 0 columns from `column` on, compared so that no sum of them can overflow.
@@ -55,12 +65,14 @@ inline void check_rows(const char* op, const SequenceRows& rows, int64_t num_row
 
 }  // namespace detail
 
-inline void check_embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
-  KDT_CHECK(
-      table.ndim() == 2 && (table.dtype() == DType::kFloat32 || table.dtype() == DType::kBFloat16),
-      "embed: table is ", table.to_string());
-  detail::check_i32("embed", "token_ids", token_ids, {token_ids.numel()});
-  detail::check_f32("embed", "out", out, {token_ids.numel(), table.dim(1)});
+inline void check_embed(const EmbedArgs& a) {
+  const DType dtype = a.table.dtype();
+  KDT_CHECK(a.table.ndim() == 2 && (dtype == DType::kFloat32 || dtype == DType::kBFloat16),
+            "embed: table is ", a.table.to_string());
+  KDT_CHECK(a.vocab_size >= 0 && a.first_id >= 0 && (a.vocab_size > 0 || a.first_id == 0),
+            "embed: first_id ", a.first_id, " of a vocabulary of ", a.vocab_size);
+  detail::check_i32("embed", "token_ids", a.token_ids, {a.token_ids.numel()});
+  detail::check_f32("embed", "out", a.out, {a.token_ids.numel(), a.table.dim(1)});
 }
 
 inline void check_rms_norm(const RmsNormArgs& a) {
@@ -217,6 +229,8 @@ inline void check_moe_experts(const MoeExpertsArgs& a) {
   detail::check_f32("moe_experts", "out", a.out, {rows, hidden_size});
   detail::check_i32("moe_experts", "ids", a.ids, {rows, a.ids.dim(1)});
   detail::check_f32("moe_experts", "weights", a.weights, {rows, a.ids.dim(1)});
+  KDT_CHECK(a.first_expert >= 0 && a.first_expert <= detail::kMostIds, "moe_experts: first_expert ",
+            a.first_expert);
 }
 
 inline void check_topk_logprobs(const TopkLogprobsArgs& a) {
@@ -228,12 +242,30 @@ inline void check_topk_logprobs(const TopkLogprobsArgs& a) {
   detail::check_f32("topk_logprobs", "logits", a.logits, {rows, a.logits.dim(1)});
   detail::check_f32("topk_logprobs", "logprobs", a.logprobs, {rows, k});
   detail::check_i32("topk_logprobs", "ids", a.ids, {rows, k});
+  if (a.log_sums.defined()) detail::check_f32("topk_logprobs", "log_sums", a.log_sums, {rows});
+  detail::check_first_id("topk_logprobs", a.first_id, a.logits.dim(1));
 }
 
-inline void check_argmax(const Tensor& logits, const Tensor& ids) {
-  KDT_CHECK(logits.ndim() == 2 && logits.dim(1) > 0, "argmax: logits ", logits.to_string());
-  detail::check_f32("argmax", "logits", logits, {logits.dim(0), logits.dim(1)});
-  detail::check_i32("argmax", "ids", ids, {logits.dim(0)});
+inline void check_merge_topk(const MergeTopkArgs& a) {
+  KDT_CHECK(a.part_logprobs.ndim() == 3 && a.logprobs.ndim() == 2, "merge_topk: part_logprobs ",
+            a.part_logprobs.to_string(), ", logprobs ", a.logprobs.to_string());
+  const int64_t parts = a.part_logprobs.dim(0), rows = a.part_logprobs.dim(1),
+                part_k = a.part_logprobs.dim(2), k = a.logprobs.dim(1);
+  KDT_CHECK(k > 0 && k <= parts * part_k, "merge_topk: k ", k, " of ", parts, " parts with ",
+            part_k, " each");
+  detail::check_f32("merge_topk", "part_logprobs", a.part_logprobs, {parts, rows, part_k});
+  detail::check_i32("merge_topk", "part_ids", a.part_ids, {parts, rows, part_k});
+  detail::check_f32("merge_topk", "log_sums", a.log_sums, {parts, rows});
+  detail::check_f32("merge_topk", "logprobs", a.logprobs, {rows, k});
+  detail::check_i32("merge_topk", "ids", a.ids, {rows, k});
+}
+
+inline void check_argmax(const ArgmaxArgs& a) {
+  KDT_CHECK(a.logits.ndim() == 2 && a.logits.dim(1) > 0, "argmax: logits ", a.logits.to_string());
+  detail::check_f32("argmax", "logits", a.logits, {a.logits.dim(0), a.logits.dim(1)});
+  detail::check_i32("argmax", "ids", a.ids, {a.logits.dim(0)});
+  if (a.values.defined()) detail::check_f32("argmax", "values", a.values, {a.logits.dim(0)});
+  detail::check_first_id("argmax", a.first_id, a.logits.dim(1));
 }
 
 inline void check_sample_tokens(const SampleTokensArgs& a) {

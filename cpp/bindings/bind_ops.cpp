@@ -164,7 +164,7 @@ Ints argmax(Argument logits_in) {
   const Floats logits = floats("logits", logits_in, 2);
   KDT_CHECK_ARGUMENT(logits.shape(1) > 0, "logits has rows of 0 values; want at least 1");
   Ints ids(std::vector<py::ssize_t>{logits.shape(0)});
-  cpu_backend().argmax(as_tensor(logits), as_tensor(ids));
+  cpu_backend().argmax({.logits = as_tensor(logits), .ids = as_tensor(ids)});
   return ids;
 }
 

@@ -136,20 +136,31 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
                       });
     for (int64_t i = 0; i < k; ++i) {
       const float logit = value(candidates[i]);
-      args.ids.data<int32_t>()[row * k + i] = candidates[i];
+      args.ids.data<int32_t>()[row * k + i] =
+          static_cast<int32_t>(args.first_id + candidates[i]);
       args.logprobs.data<float>()[row * k + i] =
           has_distribution && logit != kMinusInfinity ? logit * scale - lse : kMinusInfinity;
     }
+    if (args.log_sums.defined())
+      args.log_sums.data<float>()[row] = has_distribution ? lse : kMinusInfinity;
   };
   run(args.logits.numel() * 8, args.logits.dim(0), body);
 }
 
-void CpuBackend::argmax(const Tensor& logits, const Tensor& ids) {
-  check_argmax(logits, ids);
-  const int64_t vocab = logits.dim(1);
-  for_rows(logits.dim(0), vocab, [&](int64_t row) {
-    ids.data<int32_t>()[row] =
-        static_cast<int32_t>(kernels_.argmax(logits.data<float>() + row * vocab, vocab));
+void CpuBackend::merge_topk(const MergeTopkArgs& args) {
+  check_merge_topk(args);
+  throw Error("merge_topk: not there yet");
+}
+
+void CpuBackend::argmax(const ArgmaxArgs& args) {
+  check_argmax(args);
+  const int64_t vocab = args.logits.dim(1);
+  for_rows(args.logits.dim(0), vocab, [&](int64_t row) {
+    const float* logits = args.logits.data<float>() + row * vocab;
+    const int64_t best = kernels_.argmax(logits, vocab);
+    args.ids.data<int32_t>()[row] = static_cast<int32_t>(best < 0 ? -1 : args.first_id + best);
+    if (args.values.defined())
+      args.values.data<float>()[row] = best < 0 ? kMinusInfinity : logits[best];
   });
 }
 

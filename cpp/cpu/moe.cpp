@@ -77,13 +77,16 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
   const int64_t tokens = args.x.dim(0), top_k = args.ids.dim(1), slots = tokens * top_k;
   const int64_t hidden = weight.hidden_size, inter = weight.intermediate_size;
   const int32_t* ids = args.ids.data<int32_t>();
-  const auto valid = [&](int32_t id) { return id >= 0 && id < weight.num_experts; };
+  const auto expert_of = [&](int64_t slot) { return ids[slot] - args.first_expert; };
+  const auto valid = [&](int64_t slot) {
+    return expert_of(slot) >= 0 && expert_of(slot) < weight.num_experts;
+  };
 
   // Rows of the gathered arrays are sorted by expert: expert e's are [begin[e], begin[e + 1]).
   std::vector<int32_t>& begin = shared_.ints;
   begin.assign(weight.num_experts + 1, 0);
   for (int64_t s = 0; s < slots; ++s) {
-    if (valid(ids[s])) ++begin[ids[s] + 1];
+    if (valid(s)) ++begin[expert_of(s) + 1];
   }
   std::vector<int32_t>& lists =
       shared_.more_ints;  // row of each slot, then the experts that have rows
@@ -106,8 +109,8 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
   float* activated = up + rows * inter;
   float* result = activated + rows * inter;
   for (int64_t s = 0; s < slots; ++s) {
-    if (!valid(ids[s])) continue;
-    row_of_slot[s] = next[ids[s]]++;
+    if (!valid(s)) continue;
+    row_of_slot[s] = next[expert_of(s)]++;
     std::memcpy(gathered + row_of_slot[s] * hidden, args.x.data<float>() + s / top_k * hidden,
                 hidden * sizeof(float));
   }
@@ -143,7 +146,7 @@ void CpuBackend::moe_experts(const MoeExpertsArgs& args) {
   });
   for_rows(tokens, top_k * hidden, [&](int64_t t) {
     for (int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {
-      if (!valid(ids[s])) continue;
+      if (!valid(s)) continue;
       kernels_.add_scaled(args.weights.data<float>()[s], result + row_of_slot[s] * hidden, hidden,
                           args.out.data<float>() + t * hidden);
     }

@@ -7,18 +7,23 @@
 
 namespace kdt::cpu {
 
-void CpuBackend::embed(const Tensor& table, const Tensor& token_ids, const Tensor& out) {
-  check_embed(table, token_ids, out);
+void CpuBackend::embed(const EmbedArgs& args) {
+  check_embed(args);
+  const Tensor& table = args.table;
   const int64_t hidden_size = table.dim(1);
-  const int32_t* ids = token_ids.data<int32_t>();
-  for (int64_t t = 0; t < token_ids.numel(); ++t) {
-    KDT_CHECK(ids[t] >= 0 && ids[t] < table.dim(0), "embed: token id ", ids[t], " at row ", t,
-              " is outside the vocabulary of ", table.dim(0));
-    float* row = out.data<float>() + t * hidden_size;
-    if (table.dtype() == DType::kFloat32) {
-      std::memcpy(row, table.data<float>() + ids[t] * hidden_size, hidden_size * sizeof(float));
+  const int64_t vocab_size = args.vocab_size == 0 ? table.dim(0) : args.vocab_size;
+  const int32_t* ids = args.token_ids.data<int32_t>();
+  for (int64_t t = 0; t < args.token_ids.numel(); ++t) {
+    KDT_CHECK(ids[t] >= 0 && ids[t] < vocab_size, "embed: token id ", ids[t], " at row ", t,
+              " is outside the vocabulary of ", vocab_size);
+    float* row = args.out.data<float>() + t * hidden_size;
+    const int64_t at = ids[t] - args.first_id;
+    if (at < 0 || at >= table.dim(0)) {
+      std::fill(row, row + hidden_size, 0.0f);
+    } else if (table.dtype() == DType::kFloat32) {
+      std::memcpy(row, table.data<float>() + at * hidden_size, hidden_size * sizeof(float));
     } else {
-      const uint16_t* from = table.data<uint16_t>() + ids[t] * hidden_size;
+      const uint16_t* from = table.data<uint16_t>() + at * hidden_size;
       for (int64_t i = 0; i < hidden_size; ++i) row[i] = bf16_to_float(from[i]);
     }
   }

@@ -56,7 +56,10 @@ __global__ void __launch_bounds__(32) row_argmax_kernel(const ArgmaxParams p) {
   for (uint32_t c = threadIdx.x; c < p.num_chunks; c += 32)
     key = max(key, p.keys[row * p.num_chunks + c]);
   key = warp_max_key(key);
-  if (threadIdx.x == 0) p.ids[row] = key == 0 ? -1 : position_of(key);
+  if (threadIdx.x != 0) return;
+  p.ids[row] = key == 0 ? -1 : p.first_id + position_of(key);
+  if (p.values != nullptr)
+    p.values[row] = key == 0 ? minus_infinity() : p.logits[row * p.vocab + position_of(key)];
 }
 
 }  // namespace

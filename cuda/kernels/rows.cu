@@ -24,12 +24,14 @@ __global__ void embed_kernel(const EmbedParams p) {
   const int64_t row = blockIdx.x;
   const int32_t id = p.token_ids[row];
   float* out = p.out + row * p.hidden_size;
-  const bool valid = id >= 0 && id < p.vocab_size;
-  if (!valid && threadIdx.x == 0) report(p.fault, FaultKind::kTokenId, row, id);
-  const int64_t from = valid ? id * p.hidden_size : 0;
+  if ((id < 0 || id >= p.vocab_size) && threadIdx.x == 0)
+    report(p.fault, FaultKind::kTokenId, row, id);
+  const int64_t at = id - p.first_id;
+  const bool here = id >= 0 && id < p.vocab_size && at >= 0 && at < p.table_rows;
+  const int64_t from = here ? at * p.hidden_size : 0;
   for (int64_t i = threadIdx.x; i < p.hidden_size; i += kThreads) {
     float value = 0;
-    if (valid) {
+    if (here) {
       value = p.is_bf16 ? bf16_value(static_cast<const uint16_t*>(p.table)[from + i])
                         : static_cast<const float*>(p.table)[from + i];
     }

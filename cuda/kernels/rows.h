@@ -10,12 +10,13 @@
 
 namespace kdt::cuda {
 
+// Zeros for an id of the vocabulary that the table has no row of.
 struct EmbedParams {
-  const void* table;         // [vocab_size, hidden_size] f32 or bf16
+  const void* table;         // [table_rows, hidden_size] f32 or bf16; row 0 is first_id's
   const int32_t* token_ids;  // [num_rows]
   float* out;                // [num_rows, hidden_size]
   Fault* fault;
-  int64_t num_rows, vocab_size, hidden_size;
+  int64_t num_rows, table_rows, hidden_size, first_id, vocab_size;
   bool is_bf16;
 };
 void launch_embed(const EmbedParams& params, cudaStream_t stream);

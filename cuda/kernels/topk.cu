@@ -206,6 +206,8 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
     ranked = shared.ranked;
   }
   const float lse = shared.log_sum_exp;
+  if (p.log_sums != nullptr && threadIdx.x == 0)
+    p.log_sums[row] = isfinite(lse) ? lse : minus_infinity();
   for (int i = static_cast<int>(threadIdx.x); i < num_ranked; i += kThreads) {
     const uint64_t key = ranked[i];
     int rank = 0;
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
     if (rank >= p.count) continue;
     const float logit = number_of(static_cast<uint32_t>(key >> 32));
     const int64_t to = row * p.k + p.first + rank;
-    p.ids[to] = position_of(key);
+    p.ids[to] = p.first_id + position_of(key);
     p.logprobs[to] = isfinite(lse) && logit != minus_infinity()
                          ? __fsub_rn(__fmul_rn(logit, p.scale), lse)
                          : minus_infinity();

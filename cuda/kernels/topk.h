@@ -17,7 +17,9 @@ inline constexpr int64_t kTopkGroup = 32;
 struct TopkParams {
   const float* logits;  // [num_rows, vocab]
   float* logprobs;      // [num_rows, k]
-  int32_t* ids;         // [num_rows, k]
+  int32_t* ids;         // [num_rows, k], from first_id on
+  float* log_sums;      // [num_rows], or null
+  int32_t first_id;
   int64_t num_rows, vocab, k;
   int64_t num_groups;   // ceil(vocab / kTopkGroup)
   uint32_t num_chunks;  // num_logits_chunks(vocab)

@@ -43,9 +43,9 @@ class Spoiled final : public Backend {
                                           int64_t dim) override {
     return inner_->make_gqa_cache(l, n, b, heads, dim);
   }
-  void embed(const Tensor& a, const Tensor& b, const Tensor& out) override {
-    inner_->embed(a, b, out);
-    spoil("embed", out);
+  void embed(const EmbedArgs& a) override {
+    inner_->embed(a);
+    spoil("embed", a.out);
   }
   void rms_norm(const RmsNormArgs& a) override {
     inner_->rms_norm(a);
@@ -121,9 +121,15 @@ class Spoiled final : public Backend {
     spoil("topk_logprobs", a.ids);
     spoil("topk_logprobs logprobs", a.logprobs);
   }
-  void argmax(const Tensor& logits, const Tensor& ids) override {
-    inner_->argmax(logits, ids);
-    spoil("argmax", ids);
+  void merge_topk(const MergeTopkArgs& a) override {
+    inner_->merge_topk(a);
+    spoil("merge_topk", a.ids);
+    spoil("merge_topk logprobs", a.logprobs);
+  }
+  void argmax(const ArgmaxArgs& a) override {
+    inner_->argmax(a);
+    spoil("argmax", a.ids);
+    if (a.values.defined()) spoil("argmax values", a.values);
   }
   void sample_tokens(const SampleTokensArgs& a) override {
     inner_->sample_tokens(a);

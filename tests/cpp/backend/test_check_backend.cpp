@@ -55,8 +55,9 @@ const std::map<std::string, Op>& ops() {
   static const std::map<std::string, Op> table = {
       {"embed",
        [](Backend& b) {
-         b.embed(floats(b, {9, 8}, 1).tensor, upload(b, Ints{8, 0, 3}).tensor,
-                 output(b, {kRows, 8}).tensor);
+         b.embed({.table = floats(b, {9, 8}, 1).tensor,
+                  .token_ids = upload(b, Ints{8, 0, 3}).tensor,
+                  .out = output(b, {kRows, 8}).tensor});
        }},
       {"rms_norm",
        [](Backend& b) {
@@ -138,7 +139,8 @@ const std::map<std::string, Op>& ops() {
        }},
       {"argmax",
        [](Backend& b) {
-         b.argmax(floats(b, {kRows, 50}, 1).tensor, int_output(b, {kRows}).tensor);
+         b.argmax({.logits = floats(b, {kRows, 50}, 1).tensor,
+                   .ids = int_output(b, {kRows}).tensor});
        }},
       {"sample_tokens",
        [](Backend& b) {

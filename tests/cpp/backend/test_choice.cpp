@@ -25,7 +25,7 @@ Top topk(Backend& b, const Floats& logits, int64_t rows, int64_t k, float temper
 Ints argmax(Backend& b, const Floats& logits, int64_t rows) {
   const Buffer memory = upload(b, logits, {rows, static_cast<int64_t>(logits.size()) / rows}),
                ids = int_output(b, {rows});
-  b.argmax(memory.tensor, ids.tensor);
+  b.argmax({.logits = memory.tensor, .ids = ids.tensor});
   return download<int32_t>(b, ids.tensor);
 }
 

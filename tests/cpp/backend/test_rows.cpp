@@ -149,9 +149,12 @@ KDT_TEST(embed_f32_and_bf16) {
   };
   const Buffer out = output(b, {5, 24}), ids_memory = upload(b, ids);
   const Buffer f32 = upload(b, table, {11, 24}), bf16 = upload(b, bits, {11, 24});
-  b.embed(f32.tensor, ids_memory.tensor, out.tensor);
+  const auto embed = [&](const Buffer& table) {
+    b.embed({.table = table.tensor, .token_ids = ids_memory.tensor, .out = out.tensor});
+  };
+  embed(f32);
   EXPECT(same_bits(download(b, out.tensor), rows_of(table)));
-  b.embed(bf16.tensor, ids_memory.tensor, out.tensor);
+  embed(bf16);
   EXPECT(same_bits(download(b, out.tensor), rows_of(rounded)));
 }
 
@@ -159,10 +162,12 @@ KDT_TEST(embed_refuses_ids_outside) {
   if (device() != "cpu") return;  // only the host sees the values before the op starts
   Backend& b = backend();
   const Buffer table = output(b, {11, 4}), out = output(b, {1, 4});
-  EXPECT_THROWS("embed: token id 11 at row 0 is outside the vocabulary of 11",
-                b.embed(table.tensor, upload(b, Ints{11}).tensor, out.tensor));
-  EXPECT_THROWS("embed: token id -1",
-                b.embed(table.tensor, upload(b, Ints{-1}).tensor, out.tensor));
+  const auto embed = [&](int32_t id) {
+    const Buffer ids = upload(b, Ints{id});
+    b.embed({.table = table.tensor, .token_ids = ids.tensor, .out = out.tensor});
+  };
+  EXPECT_THROWS("embed: token id 11 at row 0 is outside the vocabulary of 11", embed(11));
+  EXPECT_THROWS("embed: token id -1", embed(-1));
 }
 
 KDT_TEST(gather_rows) {
@@ -228,7 +233,9 @@ KDT_TEST(tensors_of_the_wrong_type_are_refused) {
   EXPECT_THROWS("silu_mul: gate_up is i32[2, 8]",
                 b.silu_mul(ints.tensor, output(b, {2, 4}).tensor));
   EXPECT_THROWS("embed: table is i32",
-                b.embed(ints.tensor, upload(b, Ints{0}).tensor, floats.tensor.rows(0, 1)));
+                b.embed({.table = ints.tensor,
+                         .token_ids = upload(b, Ints{0}).tensor,
+                         .out = floats.tensor.rows(0, 1)}));
   EXPECT_THROWS("device is 'tpu'; want 'auto', 'cpu', 'cuda', 'cuda:N' or 'check:A,B'",
                 make_backend("tpu", 1));
   EXPECT_THROWS("num_threads is -1", make_backend("cpu", -1));
