@@ -13,6 +13,7 @@ namespace kdt {
 namespace {
 
 constexpr int64_t kInt4GroupSize = 32;
+constexpr int64_t kFp8Block = 128;
 
 // Adds what is not there yet.
 void unite(std::vector<int64_t>& ids, const std::vector<int64_t>& more) {
@@ -21,12 +22,29 @@ void unite(std::vector<int64_t>& ids, const std::vector<int64_t>& more) {
   }
 }
 
-// compressed-tensors' pack-quantized int4. Which modules are quantized shows in the tensors' names,
-// so `targets` and `ignore` are not needed.
-void check_quantization(const ConfigReader& quantization) {
-  if (!quantization.find("quant_method"))
-    quantization.fail("quant_method", "want \"compressed-tensors\"");
-  quantization.expect_text("quant_method", "compressed-tensors");
+// float8 weights with a scale for each block of 128 by 128. Which modules are quantized shows in
+// the tensors' names, here and below: lists of modules are not needed.
+void check_fp8(const ConfigReader& quantization) {
+  quantization.expect_only({"quant_method", "fmt", "weight_block_size", "activation_scheme",
+                            "scale_fmt", "expert_dtype", "dequantize", "modules_to_not_convert",
+                            "modules_to_convert", "ignored_layers"});
+  quantization.expect_text("fmt", "e4m3");
+  if (quantization.integers("weight_block_size", 0, INT64_MAX) !=
+      std::vector<int64_t>(2, kFp8Block)) {
+    quantization.fail("weight_block_size", "this engine supports [128, 128]");
+  }
+  // The activations are not quantized here; "static" would bring tensors with their scales.
+  quantization.expect_text("activation_scheme", "dynamic");
+  // "ue8m0": the scales are powers of two, in F32 all the same.
+  if (const std::string scale = quantization.string("scale_fmt", "float");
+      scale != "float" && scale != "ue8m0") {
+    quantization.fail("scale_fmt", "this engine supports \"float\" and \"ue8m0\"");
+  }
+  quantization.expect_text("expert_dtype", "fp8");
+}
+
+// compressed-tensors' pack-quantized int4.
+void check_int4(const ConfigReader& quantization) {
   if (!quantization.find("format")) quantization.fail("format", "want \"pack-quantized\"");
   quantization.expect_text("format", "pack-quantized");
   quantization.expect_text("quantization_status", "compressed");
@@ -53,6 +71,23 @@ void check_quantization(const ConfigReader& quantization) {
     if (!weights.boolean("symmetric"))
       weights.fail("symmetric", "this engine supports true (no zero points)");
     for (const char* key : {"actorder", "dynamic", "block_structure"}) weights.expect_none(key);
+  }
+}
+
+void read_quantization(const ConfigReader& quantization, ModelConfig& c) {
+  const std::string method = quantization.string("quant_method", "");
+  if (method != "compressed-tensors" && method != "fp8") {
+    quantization.fail("quant_method", "this engine supports \"compressed-tensors\" and \"fp8\"");
+  }
+  const bool fp8 = method == "fp8";
+  if (fp8 ? c.int4_group_size != 0 : c.fp8)
+    quantization.fail("quant_method", "text_config.quantization_config says otherwise");
+  c.fp8 = fp8;
+  c.int4_group_size = fp8 ? 0 : kInt4GroupSize;
+  if (fp8) {
+    check_fp8(quantization);
+  } else {
+    check_int4(quantization);
   }
 }
 
@@ -102,13 +137,13 @@ void read_experts(const ConfigReader& text, ModelConfig& c) {
   }
 }
 
-void read_norms(const ConfigReader& text, ModelConfig& c) {
+void read_norms(const ConfigReader& text, bool kimi, ModelConfig& c) {
   constexpr double kMinEps = 1e-12, kMaxEps = 1;
   c.rms_norm_eps = text.number("rms_norm_eps", kMinEps, kMaxEps);
   // The reference code of deepseek_v3 builds the two latent norms without the config's eps, so they
   // have its default; engines that serve the kimi dialects give them the config's.
-  c.latent_rms_norm_eps = text.number("latent_rms_norm_eps", kMinEps, kMaxEps,
-                                      c.model_type == "deepseek_v3" ? 1e-6 : c.rms_norm_eps);
+  c.latent_rms_norm_eps =
+      text.number("latent_rms_norm_eps", kMinEps, kMaxEps, kimi ? c.rms_norm_eps : 1e-6);
 }
 
 // Ids of stop tokens in the order of their first mention.
@@ -127,6 +162,10 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
     if (!outer.find("model_type"))
       outer.fail("model_type", "want \"kimi_k25\" around a text_config");
     outer.expect_text("model_type", "kimi_k25");
+    for (const std::string& name : outer.strings("architectures")) {
+      if (name != "KimiK25ForConditionalGeneration" && name != "Kimi_K25ForConditionalGeneration")
+        outer.fail("architectures", "this engine supports \"KimiK25ForConditionalGeneration\"");
+    }
   }
   ModelConfig c;
   c.model_type = text.string("model_type", "");
@@ -141,7 +180,8 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
   c.lm_head_name = nested ? "language_model.lm_head.weight" : "lm_head.weight";
   read_sizes(text, c);
   read_experts(text, c);
-  read_norms(text, c);
+  // A kimi_k25 that was saved anew calls its text_config deepseek_v3.
+  read_norms(text, nested || c.model_type == "kimi_k2", c);
   expect_plain_arithmetic(text);
   text.expect_none("use_qk_norm");
   text.expect_none("sliding_window");
@@ -157,9 +197,8 @@ ModelConfig parse_model_config(const std::string& json, const std::string& sourc
   c.rope = read_rope(text);
 
   for (const ConfigReader& reader : {text, outer}) {
-    if (reader.find("quantization_config") == nullptr) continue;
-    check_quantization(reader.child("quantization_config"));
-    c.int4_group_size = kInt4GroupSize;
+    if (reader.find("quantization_config"))
+      read_quantization(reader.child("quantization_config"), c);
   }
   if (c.int4_group_size > 0 && c.n_routed_experts > 0) {
     for (const auto& [key, size] : {std::pair{"hidden_size", c.hidden_size},

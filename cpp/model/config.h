@@ -17,6 +17,8 @@ struct RopeConfig {
   double beta_slow = 1.0;
   double mscale = 1.0;
   double mscale_all_dim = 0.0;
+  double attention_factor = 0.0;  // of the cosines and sines; 0: from mscale and mscale_all_dim
+  bool truncate = true;           // the ends of yarn's ramp are whole numbers
   int64_t original_max_position_embeddings = 0;
 
   bool operator==(const RopeConfig&) const = default;
@@ -52,7 +54,10 @@ struct ModelConfig {
   bool tie_word_embeddings = false;
   bool rope_interleave = true;
   RopeConfig rope;
-  int64_t int4_group_size = 0;  // 0: no quantization_config
+  int64_t int4_group_size = 0;  // 0: no packed integers
+  // Linears may come as F8_E4M3 `.weight` and F32 `.weight_scale_inv` [ceil(out/128),
+  // ceil(in/128)].
+  bool fp8 = false;
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;
   std::string tensor_prefix;  // "model." or "language_model.model."

@@ -42,14 +42,15 @@ RopeConfig read_rope_object(const ConfigReader& rope, double theta) {
   rope.expect_only({"type", "rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale",
                     "mscale_all_dim", "original_max_position_embeddings", "attention_factor",
                     "truncate", "partial_rotary_factor"});
-  rope.expect_none("attention_factor");
-  rope.expect_flag("truncate", true);
   if (rope.number("partial_rotary_factor", 0, 1, 1) != 1)
     rope.fail("partial_rotary_factor", "want 1");
   const std::string type = rope_type(rope);
   if (type.empty() || type == "default") {
     // A factor that nobody applies would change the model in silence.
-    if (rope.number("factor", 0, 1e9, 1) != 1) rope.fail("factor", "the rope_type is not yarn");
+    for (const char* key : {"factor", "attention_factor"}) {
+      if (rope.number(key, 0, 1e9, 1) != 1) rope.fail(key, "the rope_type is not yarn");
+    }
+    rope.expect_flag("truncate", true);
     return config;
   }
   if (type != "yarn")
@@ -61,6 +62,8 @@ RopeConfig read_rope_object(const ConfigReader& rope, double theta) {
   config.beta_fast = rope.number("beta_fast", 1e-3, 1e6, config.beta_fast);
   config.beta_slow = rope.number("beta_slow", 1e-3, 1e6, config.beta_slow);
   if (config.beta_fast < config.beta_slow) rope.fail("beta_fast", "want at least beta_slow");
+  config.truncate = rope.boolean("truncate", config.truncate);
+  config.attention_factor = rope.number("attention_factor", 1e-3, 1e3, config.attention_factor);
   config.mscale = rope.number("mscale", 0, 100, config.mscale);
   config.mscale_all_dim = rope.number("mscale_all_dim", 0, 100, config.mscale_all_dim);
   // Implementations disagree on what one of the two alone means, unless it says what its absence

@@ -29,7 +29,9 @@ const ConfigReader& holder(const ConfigReader& top, const ConfigReader& dflash, 
 // [num_hidden_layers] sliding window in tokens, 0 for a layer that sees everything.
 std::vector<int64_t> read_windows(const ConfigReader& top, const ConfigReader& dflash,
                                   int64_t num_layers) {
-  int64_t window = top.integer("sliding_window", 1, kMaxWindow, 0);
+  int64_t window =
+      holder(top, dflash, "sliding_window").integer("sliding_window", 1, kMaxWindow, 0);
+  top.expect_none("use_swa");  // a key of dflash_config
   const bool swa = dflash.boolean("use_swa", false);
   if (swa) {
     const int64_t swa_window = dflash.integer("swa_window_size", 1, kMaxWindow);
@@ -96,8 +98,13 @@ DraftConfig parse_draft_config(const std::string& json, const std::string& sourc
     if (name != "DFlashDraftModel")
       top.fail("architectures", "this engine supports \"DFlashDraftModel\"");
   }
-  dflash.expect_only({"target_layer_ids", "mask_token_id", "mask_token", "block_size", "causal",
-                      "use_swa", "swa_window_size"});
+  dflash.expect_only({"target_layer_ids", "num_target_layers", "mask_token_id", "mask_token",
+                      "block_size", "causal", "sliding_window", "use_swa", "swa_window_size",
+                      "use_aux_hidden_state", "projector_type", "attention_sink_bias"});
+  dflash.expect_flag("use_aux_hidden_state", true);
+  dflash.expect_text("projector_type", "dflash");
+  dflash.expect_none("attention_sink_bias");
+  top.expect_none("add_swa_attention_sink_bias");
 
   DraftConfig c;
   c.vocab_size = top.integer("vocab_size", 1, kMaxVocab);
@@ -127,7 +134,8 @@ DraftConfig parse_draft_config(const std::string& json, const std::string& sourc
       holder(top, dflash, "mask_token_id").integer("mask_token_id", 0, c.vocab_size - 1);
   c.mask_token = dflash.string("mask_token", "");
   const ConfigReader& taps = holder(top, dflash, "target_layer_ids");
-  c.num_target_layers = top.integer("num_target_layers", 1, kMaxLayers, 0);
+  c.num_target_layers =
+      holder(top, dflash, "num_target_layers").integer("num_target_layers", 1, kMaxLayers, 0);
   c.target_layer_ids = taps.integers(
       "target_layer_ids", 0, (c.num_target_layers > 0 ? c.num_target_layers : kMaxLayers) - 1);
   if (c.target_layer_ids.empty() || c.target_layer_ids.size() > static_cast<size_t>(kMaxTaps)) {

@@ -33,15 +33,22 @@ std::vector<float> rope_table(const RopeConfig& config, int64_t rotary_dim, int6
     const auto index_of_turns = [&](double turns) {
       return dim * std::log(original / (turns * 2.0 * M_PI)) / (2.0 * std::log(config.rope_theta));
     };
-    const double low = std::max(std::floor(index_of_turns(config.beta_fast)), 0.0);
-    const double high = std::min(std::ceil(index_of_turns(config.beta_slow)), dim - 1.0);
+    double low = index_of_turns(config.beta_fast), high = index_of_turns(config.beta_slow);
+    if (config.truncate) {
+      low = std::floor(low);
+      high = std::ceil(high);
+    }
+    low = std::max(low, 0.0);
+    high = std::min(high, dim - 1.0);
     const double span = high == low ? 0.001 : high - low;
     for (int64_t i = 0; i < half; ++i) {
       const double ramp = std::clamp((static_cast<double>(i) - low) / span, 0.0, 1.0);
       inverse[i] *= 1.0 - ramp + ramp / config.factor;
     }
-    multiplier = yarn_mscale(config.factor, config.mscale) /
-                 yarn_mscale(config.factor, config.mscale_all_dim);
+    multiplier = config.attention_factor != 0.0
+                     ? config.attention_factor
+                     : yarn_mscale(config.factor, config.mscale) /
+                           yarn_mscale(config.factor, config.mscale_all_dim);
   }
   std::vector<float> table(positions * rotary_dim);
   for (int64_t p = 0; p < positions; ++p) {

@@ -127,6 +127,8 @@ def test_experts_are_in_every_layer_that_the_frequency_names(folder, tmp_path):
 def test_eps_of_the_latent_norms():
     assert latent_eps({"model_type": "deepseek_v3", "rms_norm_eps": 1e-5}) == 1e-6
     assert latent_eps({"model_type": "kimi_k2", "rms_norm_eps": 1e-5}) == 1e-5
+    nested = {"model_type": "deepseek_v3", "rms_norm_eps": 1e-5, "text_config": {}}
+    assert latent_eps(nested) == 1e-5
     assert latent_eps({"model_type": "kimi_k2", "rms_norm_eps": 1, "latent_rms_norm_eps": 2}) == 2
 
 

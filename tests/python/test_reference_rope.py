@@ -47,6 +47,13 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies(beta_fast, low):
     assert np.allclose(ratio[low : high + 1], 1 - between + between / 64)
 
 
+def test_ends_of_the_ramp_that_are_not_whole():
+    """Frequencies of transformers 5.24."""
+    got = rope.inverse_frequencies(64, 50000.0, KIMI | {"truncate": False})[[8, 9, 14, 19, 20]]
+    want = [0.0668740347, 0.0472970344, 0.00449924031, 5.09722158e-05, 1.80702336e-05]
+    assert np.allclose(got / want, 1, atol=1e-5)
+
+
 @pytest.mark.parametrize("factor, scale", [(64.0, 0.14467962580), (32.0, 0.13086079996)])
 def test_softmax_scale_of_kimi(factor, scale):
     assert rope.softmax_scale(192, KIMI | {"factor": factor}) == pytest.approx(scale, abs=1e-11)

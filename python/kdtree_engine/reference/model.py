@@ -42,11 +42,12 @@ def latent_eps(config: dict[str, Any]) -> float:
 
     The key latent_rms_norm_eps when present. Else 1e-6 for model_type deepseek_v3, whose reference
     code builds these two norms without the config's eps, and rms_norm_eps for the kimi dialects, as
-    their serving engines do.
+    their serving engines do; a text_config is Kimi's, whichever of the two types it names.
     """
     if "latent_rms_norm_eps" in config:
         return float(config["latent_rms_norm_eps"])
-    return 1e-6 if config.get("model_type") == "deepseek_v3" else float(config["rms_norm_eps"])
+    deepseek = config.get("model_type") == "deepseek_v3" and "text_config" not in config
+    return 1e-6 if deepseek else float(config["rms_norm_eps"])
 
 
 @dataclass

@@ -30,8 +30,10 @@ def inverse_frequencies(dim: int, theta: float, yarn: Mapping[str, Any] | None =
     def index_of(turns: float) -> float:
         return dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    low = max(math.floor(index_of(yarn.get("beta_fast", 32.0))), 0)
-    high = min(math.ceil(index_of(yarn.get("beta_slow", 1.0))), dim - 1)
+    low, high = index_of(yarn.get("beta_fast", 32.0)), index_of(yarn.get("beta_slow", 1.0))
+    if yarn.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(dim // 2) - low) / width, 0, 1)
     return plain * (1 - ramp) + plain / yarn["factor"] * ramp

@@ -9,7 +9,7 @@ using kdt::parse_draft_config;
 
 namespace {
 
-// Kimi-K2.5's drafter with three layers. `changes` is text that goes before the other keys;
+// A drafter like Kimi-K2.5's, with three layers. `changes` is text that goes before the other keys;
 // `without` is left out.
 std::string drafter(
     const std::string& changes = "", const std::vector<std::string>& without = {},
@@ -80,6 +80,50 @@ KDT_TEST(reads_the_numbers_of_a_drafter) {
   EXPECT_EQ(parse(drafter("", {"max_position_embeddings"})).max_position_embeddings, 0);
 }
 
+// The released drafters, as their config.json says them; the first in the older form.
+KDT_TEST(reads_the_drafters_of_kimi) {
+  const std::string common = R"({"architectures": ["DFlashDraftModel"], "model_type": "qwen3",
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "attention_bias": false,
+    "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "max_position_embeddings": 262144,
+    "max_window_layers": 6, "num_attention_heads": 64, "num_hidden_layers": 6,
+    "num_key_value_heads": 8, "num_target_layers": 61, "tie_word_embeddings": false,
+    "use_cache": true, "vocab_size": 163840, )";
+  const std::string yarn = R"("beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "rope_type": "yarn")";
+  const std::string taps = R"("mask_token_id": 163838, "target_layer_ids": [1,12,24,35,47,58])";
+  const std::string k25 = common + R"("rms_norm_eps": 1e-06, "block_size": 8,
+    "rope_theta": 50000.0, "use_sliding_window": false, "sliding_window": null, "layer_types": [
+    "full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+    "full_attention"], "dflash_config": {)" +
+                          taps + R"(}, "rope_scaling": {)" + yarn + "}}";
+  const std::string k26 = common + R"("rms_norm_eps": 1e-05, "use_sliding_window": true,
+    "sliding_window": 4096, "layer_types": ["sliding_attention", "sliding_attention",
+    "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "dflash_config": {"block_size": 8, )" +
+                          taps + R"(}, "rope_parameters": {"rope_theta": 50000.0, )" + yarn + "}}";
+  for (const std::string& text : {k25, k26}) {
+    const bool slides = text == k26;
+    const DraftConfig c = parse(text);
+    EXPECT_EQ(c.num_hidden_layers, 6);
+    EXPECT_EQ(c.num_target_layers, 61);
+    EXPECT_EQ(c.block_size, 8);
+    EXPECT_EQ(c.mask_token_id, 163838);
+    EXPECT(c.target_layer_ids == (std::vector<int64_t>{1, 12, 24, 35, 47, 58}));
+    EXPECT_EQ(c.rms_norm_eps, slides ? 1e-5 : 1e-6);
+    EXPECT_EQ(c.rope.rope_theta, 50000.0);
+    EXPECT(c.rope.yarn);
+    EXPECT_EQ(c.rope.factor, 64.0);
+    EXPECT_EQ(c.rope.beta_fast, 32.0);
+    EXPECT_EQ(c.rope.mscale, 1.0);
+    EXPECT_EQ(c.rope.mscale_all_dim, 1.0);
+    EXPECT_EQ(c.rope.original_max_position_embeddings, 4096);
+    const int64_t window = slides ? 4096 : 0;
+    EXPECT(c.layer_window == (std::vector<int64_t>{window, window, window, window, window, 0}));
+    EXPECT(c.layer_causal == (std::vector<bool>{slides, slides, slides, slides, slides, false}));
+  }
+}
+
 KDT_TEST(keys_of_the_block_may_stand_at_the_top_or_in_dflash_config) {
   const DraftConfig top = parse(drafter(R"("target_layer_ids":[5],"mask_token_id":9)", {}, ""));
   EXPECT(top.target_layer_ids == std::vector<int64_t>{5});
@@ -93,6 +137,16 @@ KDT_TEST(keys_of_the_block_may_stand_at_the_top_or_in_dflash_config) {
                 parse(drafter("", {}, R"("target_layer_ids":[1])")));
   EXPECT_THROWS("drafter: target_layer_ids is missing",
                 parse(drafter("", {}, R"("mask_token_id":1)")));
+  EXPECT_EQ(parse(drafter("", {"num_target_layers"}, kTaps + R"("num_target_layers":61)"))
+                .num_target_layers,
+            61);
+  EXPECT_THROWS("drafter: dflash_config.num_target_layers is 48, the outer one is 61",
+                parse(drafter("", {}, kTaps + R"("num_target_layers":48)")));
+  parse(drafter("", {}, kTaps + R"("use_aux_hidden_state":true,"projector_type":"dflash")"));
+  for (const char* key : {R"("use_aux_hidden_state":false)", R"("projector_type":"domino")",
+                          R"("attention_sink_bias":true)"}) {
+    EXPECT_THROWS("drafter: dflash_config.", parse(drafter("", {}, kTaps + key)));
+  }
   EXPECT_THROWS("drafter: dflash_config.markov_rank is 256, a key this engine does not know",
                 parse(drafter("", {}, kTaps + R"("markov_rank":256)")));
 }
@@ -126,6 +180,11 @@ KDT_TEST(reads_sliding_layers) {
   EXPECT_THROWS("drafter: use_sliding_window is true",
                 parse(drafter("\"use_sliding_window\":true", {"use_sliding_window"})));
   refuses("sliding_window", {"0", "-1", "\"12\""});
+  EXPECT(parse(drafter(types, qwen, kTaps + R"("sliding_window":12)")).layer_window ==
+         (std::vector<int64_t>{12, 0, 12}));
+  EXPECT_THROWS(
+      "drafter: dflash_config.sliding_window is 12, the outer one is 24",
+      parse(drafter(types + R"(,"sliding_window":24)", qwen, kTaps + R"("sliding_window":12)")));
 }
 
 KDT_TEST(reads_the_window_of_dflash_config) {
@@ -173,7 +232,10 @@ KDT_TEST(refuses_what_the_engine_does_not_compute) {
   refuses("model_type", {"-", "\"llama\""});
   refuses("architectures", {"[\"EagleModel\"]"});
   refuses("hidden_act", {"\"gelu\""});
-  for (const char* key : {"attention_bias", "mlp_bias", "qkv_bias"}) refuses(key, {"true"});
+  for (const char* key :
+       {"attention_bias", "mlp_bias", "qkv_bias", "use_swa", "add_swa_attention_sink_bias"}) {
+    refuses(key, {"true"});
+  }
   refuses("partial_rotary_factor", {"0.5"});
   refuses("attn_logit_softcapping", {"50.0"});
   refuses("use_qk_norm", {"false"});
