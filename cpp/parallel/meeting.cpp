@@ -1,0 +1,212 @@
+#include "parallel/meeting.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+
+namespace kdt {
+namespace {
+
+constexpr double kLongestTimeout = 1e7;  // in seconds; keeps sums of times in range
+
+void copy(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+class LocalRank final : public RankGroup {
+ public:
+  LocalRank(std::shared_ptr<Meeting> meeting, int seat)
+      : meeting_(std::move(meeting)), seat_(seat) {}
+
+  ~LocalRank() override {
+    if (forked()) {
+      // Threads of the process this one was forked from may hold the mutex or wait, for ever.
+      new std::shared_ptr<Meeting>(std::move(meeting_));
+      return;
+    }
+    abort(join("rank ", rank(), " of ", size(), " has left the group"));
+  }
+
+  int rank() const override { return meeting_->first + seat_; }
+  int size() const override { return meeting_->size; }
+  double timeout_s() const override { return meeting_->timeout_s; }
+
+  void all_gather(const void* mine, int64_t bytes, void* out) override {
+    meet({Meeting::Kind::kGather, bytes}, mine, out);
+  }
+  void broadcast(void* data, int64_t bytes) override {
+    meet({Meeting::Kind::kBroadcast, bytes}, data, data);
+  }
+  void wait_for_leader(void* data, int64_t bytes) override {
+    meet({Meeting::Kind::kFollow, bytes}, data, data);
+  }
+  void set_away(const std::string& reason) override {
+    if (!forked()) meeting_->set_away(seat_, reason);
+  }
+  void abort(const std::string& reason) noexcept override {
+    if (!forked()) meeting_->abort(reason);
+  }
+  std::string aborted() const override {
+    return forked() ? "the group is another process's" : meeting_->reason();
+  }
+
+ private:
+  bool forked() const { return meeting_->process != getpid(); }
+
+  void meet(const Meeting::Call& call, const void* mine, void* out) {
+    KDT_CHECK(!forked(), "rank ", rank(), " of ", size(), " belongs to process ", meeting_->process,
+              ", from which this one was forked");
+    KDT_CHECK(call.bytes >= 0, "a group cannot exchange ", call.bytes, " bytes");
+    meeting_->meet(seat_, call, mine, out);
+  }
+
+  std::shared_ptr<Meeting> meeting_;
+  int seat_;
+};
+
+}  // namespace
+
+Meeting::Meeting(int local, int first, int size, double timeout_s)
+    : local(local), first(first), size(size), timeout_s(timeout_s), process(getpid()) {
+  KDT_CHECK_ARGUMENT(size >= 1 && size <= 1024, "a group of ", size,
+                     " ranks cannot be; the number must be 1 to 1024");
+  KDT_CHECK_ARGUMENT(timeout_s > 0 && timeout_s <= kLongestTimeout, "the time-out of a group is ",
+                     timeout_s, " s; it must be above 0 and at most ", kLongestTimeout);
+  seats_.resize(local);
+}
+
+Meeting::Time Meeting::after_timeout() const {
+  using std::chrono::steady_clock;
+  return steady_clock::now() + std::chrono::duration_cast<steady_clock::duration>(
+                                   std::chrono::duration<double>(timeout_s));
+}
+
+void Meeting::wait(Lock& lock, Time deadline) {
+  if (deadline == Time::max()) {
+    changed_.wait(lock);
+  } else {
+    changed_.wait_until(lock, deadline);
+  }
+}
+
+std::string Meeting::names(const std::vector<int>& ranks, int size) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += join(i == 0 ? "" : ", ", ranks[i]);
+  return join(text, " of ", size);
+}
+
+std::string Meeting::describe(int rank, const Call& call) {
+  const char* kinds[] = {"all_gather", "broadcast", "wait_for_leader"};
+  return join("rank ", rank, " came to ", kinds[static_cast<int>(call.kind)], " with ", call.bytes,
+              " bytes");
+}
+
+void Meeting::end(std::string reason) {
+  if (!reason_.empty()) return;
+  reason_ = reason.empty() ? "the group has ended" : std::move(reason);
+  changed_.notify_all();
+  on_end();
+}
+
+void Meeting::end_for_missing() {
+  std::vector<int> missing;
+  for (int seat = 0; seat < local; ++seat) {
+    if (!seats_[seat].here) missing.push_back(first + seat);
+  }
+  end(join(names(missing, size), " did not come within ", timeout_s, " s"));
+}
+
+// Copies while it holds the mutex: no rank whose memory is used can leave meanwhile, and one
+// wake-up is enough.
+bool Meeting::exchange(Lock&) {
+  const Call& call = seats_[0].call;
+  for (Seat& to : seats_) {
+    if (call.kind != Kind::kGather) {
+      copy(to.out, seats_[0].mine, call.bytes);
+      continue;
+    }
+    for (int rank = 0; rank < local; ++rank) {
+      copy(static_cast<char*>(to.out) + rank * call.bytes, seats_[rank].mine, call.bytes);
+    }
+  }
+  return true;
+}
+
+bool Meeting::complete(Lock& lock) {
+  for (int seat = 1; seat < local; ++seat) {
+    if (seats_[seat].call == seats_[0].call) continue;
+    end(join(describe(first, seats_[0].call), ", ", describe(first + seat, seats_[seat].call)));
+    return false;
+  }
+  exchanging_ = true;
+  const bool done = exchange(lock);
+  exchanging_ = false;
+  if (done) {
+    for (Seat& seat : seats_) seat.here = false;
+    arrived_ = 0;
+    deadline_ = Time::max();
+    ++round_;
+  }
+  changed_.notify_all();
+  return done;
+}
+
+void Meeting::meet(int seat, const Call& call, const void* mine, void* out) {
+  Lock lock(mutex_);
+  const uint64_t round = round_;
+  const bool timed = call.kind != Kind::kFollow || first + seat == 0;
+  for (const Seat& other : seats_) {
+    if (!other.away.empty()) end(other.away);
+  }
+  if (!reason_.empty()) throw Error(reason_);
+  seats_[seat] = {true, call, mine, out, ""};
+  if (timed && deadline_ == Time::max()) deadline_ = after_timeout();
+  if (++arrived_ == local) {
+    if (!complete(lock)) throw Error(reason_);
+    return;
+  }
+  while (round_ == round && (exchanging_ || reason_.empty())) {
+    // The rank that came last keeps the time for all when the ranks of this process are complete.
+    const bool keeps_time = timed && arrived_ < local;
+    wait(lock, keeps_time ? deadline_ : Time::max());
+    if (round_ == round && keeps_time && arrived_ < local &&
+        std::chrono::steady_clock::now() >= deadline_) {
+      end_for_missing();
+    }
+  }
+  // What was complete before the group ended counts.
+  if (round_ == round) throw Error(reason_);
+}
+
+void Meeting::set_away(int seat, const std::string& reason) {
+  Lock lock(mutex_);
+  seats_[seat].away = reason;
+  if (!reason.empty() && arrived_ > 0) end(reason);
+}
+
+void Meeting::abort(const std::string& reason) {
+  Lock lock(mutex_);
+  end(reason);
+}
+
+std::string Meeting::reason() const {
+  Lock lock(mutex_);
+  return reason_;
+}
+
+std::vector<std::unique_ptr<RankGroup>> make_ranks(const std::shared_ptr<Meeting>& meeting) {
+  std::vector<std::unique_ptr<RankGroup>> ranks;
+  for (int seat = 0; seat < meeting->local; ++seat) {
+    ranks.push_back(std::make_unique<LocalRank>(meeting, seat));
+  }
+  return ranks;
+}
+
+std::vector<std::unique_ptr<RankGroup>> make_thread_group(int size, double timeout_s) {
+  return make_ranks(std::make_shared<Meeting>(size, 0, size, timeout_s));
+}
+
+}  // namespace kdt
