@@ -2,6 +2,7 @@
 #include "backend/checks.h"
 #include "cuda_backend.h"
 #include "kernels/argmax.h"
+#include "kernels/merge_topk.h"
 #include "kernels/sample.h"
 #include "kernels/topk.h"
 
@@ -49,7 +50,16 @@ void CudaBackend::topk_logprobs(const TopkLogprobsArgs& args) {
 
 void CudaBackend::merge_topk(const MergeTopkArgs& args) {
   check_merge_topk(args);
-  throw Error("merge_topk: not there yet");
+  launch_merge_topk({.part_logprobs = args.part_logprobs.data<float>(),
+                     .part_ids = args.part_ids.data<int32_t>(),
+                     .log_sums = args.log_sums.data<float>(),
+                     .logprobs = args.logprobs.data<float>(),
+                     .ids = args.ids.data<int32_t>(),
+                     .num_parts = args.part_ids.dim(0),
+                     .num_rows = args.part_ids.dim(1),
+                     .part_k = args.part_ids.dim(2),
+                     .k = args.ids.dim(1)},
+                    stream_);
 }
 
 void CudaBackend::argmax(const ArgmaxArgs& args) {

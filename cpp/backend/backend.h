@@ -201,9 +201,9 @@ struct MoeRouteArgs {
 };
 
 struct MoeExpertsArgs {
-  Tensor x;    // [T, hidden_size]
-  Tensor ids;  // [T, top_k] i32; `experts` are first_expert and those that follow it, and an id
-               // outside of them adds nothing
+  Tensor x;        // [T, hidden_size]
+  Tensor ids;      // [T, top_k] i32; `experts` are first_expert and those that follow it, and an id
+                   // outside of them adds nothing
   Tensor weights;  // [T, top_k] f32
   const ExpertsWeight* experts = nullptr;
   Tensor out;  // [T, hidden_size]; the weighted sum is added in the order of ids
@@ -222,8 +222,8 @@ struct EmbedArgs {
 
 // ids[r] = first_id + the first greatest of logits[r]; -1 when the row holds no number.
 struct ArgmaxArgs {
-  Tensor logits;  // [R, V] f32
-  Tensor ids;     // [R] i32
+  Tensor logits;       // [R, V] f32
+  Tensor ids;          // [R] i32
   Tensor values = {};  // [R] f32, the greatest, -inf where ids is -1; may be undefined
   int64_t first_id = 0;
 };
@@ -232,22 +232,28 @@ struct TopkLogprobsArgs {
   Tensor logits;  // [R, V] f32
   float temperature = 1;
   // [R, k] f32, descending, over the full vocabulary; NaN counts as -inf. A row whose greatest
-  // logit is not finite has no distribution: all -inf.
+  // logit is not finite has no distribution: all -inf. With log_sums, that is for a part of a
+  // vocabulary, logit / temperature instead: equals of two parts would not stay equals when each is
+  // rounded with its own sum. merge_topk makes log-probabilities of them.
   Tensor logprobs;
   Tensor ids;  // [R, k] i32, equals by lower id
-  // [R] f32, the logarithm of the sum of exp(logit / temperature), -inf for a row that has no
-  // distribution; may be undefined.
+  // [R] f32, the logarithm of the sum of exp(logit / temperature): -inf for a row without a number
+  // above -inf, inf where the greatest logit is inf. May be undefined.
   Tensor log_sums = {};
   int64_t first_id = 0;  // added to the ids
 };
 
-// The top k over the whole vocabulary from those of its N equal parts (each
-// part's log-probabilities are relative to its own log_sum).
+// The top k over the whole vocabulary from what topk_logprobs with log_sums gave for its N parts,
+// in the order of their ids; k' is k, or less where a part has no more. The ids are those of
+// topk_logprobs over the whole vocabulary, also of equals and of what is -inf (but that of two
+// logits which differ and are the same when divided by the temperature, the lower id comes first),
+// and for N = 1 the log-probabilities have the same bits. Back ends agree: the sum of the parts'
+// exponentials is one of float64, in order, and is rounded once, with its logarithm.
 struct MergeTopkArgs {
   Tensor part_logprobs;  // [N, R, k'] f32, each row descending
   Tensor part_ids;       // [N, R, k'] i32, of the whole vocabulary
   Tensor log_sums;       // [N, R] f32
-  Tensor logprobs;       // [R, k] f32, descending, as topk_logprobs gives them; k <= N * k'
+  Tensor logprobs;       // [R, k] f32, descending; k <= N * k'
   Tensor ids;            // [R, k] i32, equals by lower id
 };
 
@@ -381,6 +387,15 @@ class Backend {
 // std::invalid_argument for any other word and Error where the device, its driver or its back end
 // is missing.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
+
+// Where each rank of a process runs. "cuda" and "auto" give rank R the GPU R; "cuda:0,cuda:1" and
+// the like name one for each rank, the same one for several if wanted; "cpu" shares `num_threads`
+// (0: one a core) between the ranks. Throws std::invalid_argument for anything else.
+struct RankDevice {
+  std::string device;
+  int num_threads = 0;
+};
+std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks);
 
 // What this processor reaches with `num_threads` threads (0: one a core), measured in about a
 // second.

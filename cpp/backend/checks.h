@@ -229,8 +229,8 @@ inline void check_moe_experts(const MoeExpertsArgs& a) {
   detail::check_f32("moe_experts", "out", a.out, {rows, hidden_size});
   detail::check_i32("moe_experts", "ids", a.ids, {rows, a.ids.dim(1)});
   detail::check_f32("moe_experts", "weights", a.weights, {rows, a.ids.dim(1)});
-  KDT_CHECK(a.first_expert >= 0 && a.first_expert <= detail::kMostIds, "moe_experts: first_expert ",
-            a.first_expert);
+  KDT_CHECK(a.first_expert >= 0 && a.first_expert <= detail::kMostIds - a.experts->num_experts,
+            "moe_experts: first_expert ", a.first_expert);
 }
 
 inline void check_topk_logprobs(const TopkLogprobsArgs& a) {

@@ -29,6 +29,22 @@ int64_t find_term(int64_t n, double target, double& sum, const Term& term) {
   return found;
 }
 
+// The logarithm of the sum of exp(log_sums[part * stride]); not finite where there is no
+// distribution.
+float merged_log_sum(const float* log_sums, int64_t parts, int64_t stride) {
+  float top = kMinusInfinity;
+  for (int64_t part = 0; part < parts; ++part) {
+    const float x = log_sums[part * stride];
+    if (!(x < std::numeric_limits<float>::infinity())) return x;
+    top = std::max(top, x);
+  }
+  if (top == kMinusInfinity) return top;
+  double sum = 0;
+  for (int64_t part = 0; part < parts; ++part)
+    sum += std::exp(static_cast<double>(log_sums[part * stride]) - top);
+  return static_cast<float>(top + std::log(sum));
+}
+
 // One row of sample_tokens, in the order of summation defined there.
 class SampledRow {
  public:
@@ -100,6 +116,7 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
   check_topk_logprobs(args);
   const int64_t vocab = args.logits.dim(1), k = args.logprobs.dim(1);
   const int64_t blocks = ceil_div(vocab, kPanel);
+  const bool is_part = args.log_sums.defined();
   const auto body = [&](int64_t row, int thread) {
     const float* logits = args.logits.data<float>() + row * vocab;
     std::vector<float>& maxima = scratch_[thread].floats;
@@ -136,20 +153,48 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
                       });
     for (int64_t i = 0; i < k; ++i) {
       const float logit = value(candidates[i]);
-      args.ids.data<int32_t>()[row * k + i] =
-          static_cast<int32_t>(args.first_id + candidates[i]);
-      args.logprobs.data<float>()[row * k + i] =
-          has_distribution && logit != kMinusInfinity ? logit * scale - lse : kMinusInfinity;
+      args.ids.data<int32_t>()[row * k + i] = static_cast<int32_t>(args.first_id + candidates[i]);
+      float value = kMinusInfinity;
+      if (logit != kMinusInfinity && is_part) {
+        value = logit * scale;
+      } else if (logit != kMinusInfinity && has_distribution) {
+        value = logit * scale - lse;
+      }
+      args.logprobs.data<float>()[row * k + i] = value;
     }
-    if (args.log_sums.defined())
-      args.log_sums.data<float>()[row] = has_distribution ? lse : kMinusInfinity;
+    if (is_part) {
+      args.log_sums.data<float>()[row] =
+          has_distribution || lse == kMinusInfinity ? lse : std::numeric_limits<float>::infinity();
+    }
   };
   run(args.logits.numel() * 8, args.logits.dim(0), body);
 }
 
 void CpuBackend::merge_topk(const MergeTopkArgs& args) {
   check_merge_topk(args);
-  throw Error("merge_topk: not there yet");
+  const int64_t parts = args.part_ids.dim(0), rows = args.part_ids.dim(1),
+                part_k = args.part_ids.dim(2), k = args.ids.dim(1);
+  std::vector<int32_t>& next = shared_.ints;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float log_sum = merged_log_sum(args.log_sums.data<float>() + row, parts, rows);
+    const auto at = [&](int64_t part) { return (part * rows + row) * part_k + next[part]; };
+    const auto value = [&](int64_t part) {
+      const float x = args.part_logprobs.data<float>()[at(part)];
+      return std::isnan(x) ? kMinusInfinity : x;
+    };
+    next.assign(parts, 0);
+    for (int64_t i = 0; i < k; ++i) {
+      int64_t best = -1;
+      for (int64_t part = 0; part < parts; ++part) {
+        if (next[part] < part_k && (best < 0 || value(part) > value(best))) best = part;
+      }
+      args.ids.data<int32_t>()[row * k + i] = args.part_ids.data<int32_t>()[at(best)];
+      args.logprobs.data<float>()[row * k + i] =
+          std::isfinite(log_sum) && value(best) != kMinusInfinity ? value(best) - log_sum
+                                                                  : kMinusInfinity;
+      ++next[best];
+    }
+  }
 }
 
 void CpuBackend::argmax(const ArgmaxArgs& args) {

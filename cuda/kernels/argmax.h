@@ -12,7 +12,7 @@ struct ArgmaxParams {
   int32_t* ids;         // [num_rows] from first_id on; -1: no number in the row
   float* values;        // [num_rows] -inf: the same; or null
   int32_t first_id;
-  uint64_t* keys;       // scratch, [num_rows, num_chunks]
+  uint64_t* keys;  // scratch, [num_rows, num_chunks]
   int64_t num_rows, vocab;
   uint32_t num_chunks;  // num_logits_chunks(vocab)
   bool aligned;

@@ -18,7 +18,7 @@ __global__ void plain_linear_kernel(const PlainLinearParams p) {
   const int64_t head = blockIdx.z;
   for (int64_t row = blockIdx.y; row < p.num_rows; row += gridDim.y) {
     const bool gathered = p.matrix_of_row != nullptr;
-    const int64_t matrix = gathered ? p.matrix_of_row[row] : head;
+    const int64_t matrix = gathered ? p.matrix_of_row[row] - p.first_matrix : head;
     if (matrix < 0 || matrix >= p.num_matrices) continue;
     const float* weight = p.weight + (matrix * p.out_features + column) * p.in_features;
     const float* x = gathered ? p.x + row / p.rows_per_x * p.x_row_stride

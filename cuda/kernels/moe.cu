@@ -76,9 +76,10 @@ __device__ void sort_slots(const MoePrepareParams& p, int num_warps) {
     if (warp >= num_warps) return;
     for (int begin = warp * run; begin < min((warp + 1) * run, num_slots); begin += 32) {
       const int slot = begin + lane;
-      const int id = slot < num_slots ? p.ids[slot] : -1;
-      const bool valid = id >= 0 && id < p.num_experts;
-      const unsigned same = lanes_of(valid ? id : p.num_experts, bits);
+      const int global = slot < num_slots ? p.ids[slot] : -1;
+      const bool valid = is_expert(global, p.first_expert, p.num_experts);
+      const int id = valid ? global - p.first_expert : p.num_experts;
+      const unsigned same = lanes_of(id, bits);
       const int rank = __popc(same & ((1u << lane) - 1));
       body(slot, id, valid, rank);
       __syncwarp();
@@ -139,18 +140,18 @@ __global__ void moe_sum_kernel(const MoeSumParams p) {
     const int64_t end = (token + 1) * p.top_k;
     for (int64_t first = token * p.top_k; first < end; first += kSumAtOnce) {
       // Loads of several at once; the part of an id that is no expert is not used.
-      int32_t id[kSumAtOnce];
+      bool exists[kSumAtOnce];
       float weight[kSumAtOnce], part[kSumAtOnce];
 #pragma unroll
       for (int k = 0; k < kSumAtOnce; ++k) {
         const int64_t slot = min(first + k, end - 1);
-        id[k] = first + k < end ? p.ids[slot] : -1;
+        exists[k] = first + k < end && is_expert(p.ids[slot], p.first_expert, p.num_experts);
         weight[k] = p.weights[slot];
         part[k] = p.part[slot * p.hidden_size + i];
       }
 #pragma unroll
       for (int k = 0; k < kSumAtOnce; ++k)
-        if (id[k] >= 0 && id[k] < p.num_experts) sum = fmaf(weight[k], part[k], sum);
+        if (exists[k]) sum = fmaf(weight[k], part[k], sum);
     }
     p.out[token * p.hidden_size + i] = sum;
   }

@@ -33,7 +33,8 @@ class ExpertJob {
   // A warp without a stripe of its own does the last ones once more and does not store them.
   __device__ int stripe(const Unit& unit) const {
     const int id = p_.tiles.expert_of_tile[unit.outer];
-    return (id >= 0 && id < p_.num_experts ? id : 0) * p_.num_stripes +
+    const bool exists = is_expert(id, p_.first_expert, p_.num_experts);
+    return (exists ? id - p_.first_expert : 0) * p_.num_stripes +
            min(own_stripe(unit), p_.num_stripes - kExpertStripes);
   }
 

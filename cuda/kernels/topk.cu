@@ -206,8 +206,9 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
     ranked = shared.ranked;
   }
   const float lse = shared.log_sum_exp;
-  if (p.log_sums != nullptr && threadIdx.x == 0)
-    p.log_sums[row] = isfinite(lse) ? lse : minus_infinity();
+  const bool is_part = p.log_sums != nullptr;
+  // Of no number when the greatest logit is infinite.
+  if (is_part && threadIdx.x == 0) p.log_sums[row] = isnan(lse) ? -minus_infinity() : lse;
   for (int i = static_cast<int>(threadIdx.x); i < num_ranked; i += kThreads) {
     const uint64_t key = ranked[i];
     int rank = 0;
@@ -216,9 +217,11 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
     const float logit = number_of(static_cast<uint32_t>(key >> 32));
     const int64_t to = row * p.k + p.first + rank;
     p.ids[to] = p.first_id + position_of(key);
-    p.logprobs[to] = isfinite(lse) && logit != minus_infinity()
-                         ? __fsub_rn(__fmul_rn(logit, p.scale), lse)
-                         : minus_infinity();
+    const float scaled = __fmul_rn(logit, p.scale);
+    p.logprobs[to] = logit == minus_infinity() ? logit
+                     : is_part                 ? scaled
+                     : isfinite(lse)           ? __fsub_rn(scaled, lse)
+                                               : minus_infinity();
     if (rank == p.count - 1) p.bounds[row] = key;
   }
 }

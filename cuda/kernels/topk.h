@@ -16,9 +16,9 @@ inline constexpr int64_t kTopkGroup = 32;
 
 struct TopkParams {
   const float* logits;  // [num_rows, vocab]
-  float* logprobs;      // [num_rows, k]
+  float* logprobs;      // [num_rows, k]; with log_sums: logit * scale
   int32_t* ids;         // [num_rows, k], from first_id on
-  float* log_sums;      // [num_rows], or null
+  float* log_sums;      // [num_rows], or null: not for a part of a vocabulary
   int32_t first_id;
   int64_t num_rows, vocab, k;
   int64_t num_groups;   // ceil(vocab / kTopkGroup)

@@ -139,8 +139,8 @@ const std::map<std::string, Op>& ops() {
        }},
       {"argmax",
        [](Backend& b) {
-         b.argmax({.logits = floats(b, {kRows, 50}, 1).tensor,
-                   .ids = int_output(b, {kRows}).tensor});
+         b.argmax(
+             {.logits = floats(b, {kRows, 50}, 1).tensor, .ids = int_output(b, {kRows}).tensor});
        }},
       {"sample_tokens",
        [](Backend& b) {

@@ -232,10 +232,9 @@ KDT_TEST(tensors_of_the_wrong_type_are_refused) {
   const Buffer ints = int_output(b, {2, 8}), floats = output(b, {2, 8});
   EXPECT_THROWS("silu_mul: gate_up is i32[2, 8]",
                 b.silu_mul(ints.tensor, output(b, {2, 4}).tensor));
-  EXPECT_THROWS("embed: table is i32",
-                b.embed({.table = ints.tensor,
-                         .token_ids = upload(b, Ints{0}).tensor,
-                         .out = floats.tensor.rows(0, 1)}));
+  EXPECT_THROWS("embed: table is i32", b.embed({.table = ints.tensor,
+                                                .token_ids = upload(b, Ints{0}).tensor,
+                                                .out = floats.tensor.rows(0, 1)}));
   EXPECT_THROWS("device is 'tpu'; want 'auto', 'cpu', 'cuda', 'cuda:N' or 'check:A,B'",
                 make_backend("tpu", 1));
   EXPECT_THROWS("num_threads is -1", make_backend("cpu", -1));
