@@ -77,6 +77,19 @@ def test_parts_of_a_message(kimi: Tokenizer) -> None:
     assert "<|im_middle|>ab<|im_end|>" in rendered(kimi, [{"role": "user", "content": parts}])
 
 
+@pytest.mark.parametrize("content", ["", []])
+def test_an_empty_message_is_empty(kimi: Tokenizer, content: Any) -> None:
+    text = rendered(kimi, [{"role": "user", "content": content}])
+    assert text.startswith("<|im_user|>user<|im_middle|><|im_end|><|im_assistant|>")
+    call = {"id": "functions.f:0", "function": {"name": "f", "arguments": {"b": 1, "a": "é"}}}
+    for nothing in (content, None):
+        answer = {"role": "assistant", "content": nothing, "tool_calls": [call]}
+        assert (
+            "<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+            '<|tool_call_argument_begin|>{"b": 1, "a": "é"}<|tool_call_end|>'
+        ) in rendered(kimi, [*USER, answer | {"reasoning_content": ""}, *USER])
+
+
 def test_tools_are_declared_as_types(kimi: Tokenizer) -> None:
     assert rendered(kimi, USER, tools=[WEATHER]).startswith(
         """\

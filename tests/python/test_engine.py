@@ -1,6 +1,8 @@
 """The compiled engine: equal bits whatever runs beside a row, and no request that harms it."""
 
 import ast
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,24 @@ def test_stop_tokens_inside_an_accepted_chunk_end_the_request_there(engine: Any)
             assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_token_id == stop
 
 
+def test_the_first_of_stop_token_and_max_tokens_ends_a_request(engine: Any) -> None:
+    prompt = random_ids(engine, np.random.default_rng(11), 30)
+    plain = generate(engine, prompt, max_tokens=40, method="none", ignore_eos=True)
+    for position in (2, 9):
+        stop = plain[position]
+        first = plain.index(stop)
+        for max_tokens in (first, first + 1, first + 2):
+            for method, budget in [("none", 0), *METHODS]:
+                options = _core.RequestOptions(
+                    max_tokens=max_tokens, stop_token_ids=[stop], ignore_eos=True, method=method,
+                    tree_budget=budget,
+                )  # fmt: skip
+                outputs = engine.generate(prompt, options)
+                assert tokens_of(outputs) == plain[: min(first + 1, max_tokens)]
+                reason = "stop" if max_tokens > first else "length"
+                assert outputs[-1].finish_reason == reason
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 15, 16, 17])
 def test_max_tokens_is_met_exactly(engine: Any, max_tokens: int) -> None:
     prompt = random_ids(engine, np.random.default_rng(12), 12)
@@ -262,6 +282,54 @@ def test_build_equals_the_reference_on_10000_rounded_inputs() -> None:
         target = rng.integers(0, 64, len(want.tokens)).astype(np.int32)
         slots, bonus = _core.accept_tree(got.tokens, got.first_child, got.next_sibling, target)
         assert (list(slots), bonus) == reference_accept.accept(want, target)
+
+
+def test_prompts_of_every_length(tiny_model: Path) -> None:
+    engine = _core.Engine(str(tiny_model), str(tiny_model / "drafter"), num_threads=1)
+    tokens = random_ids(engine, np.random.default_rng(15), 300)
+    for length in range(1, 301):
+        options: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+        plain = generate(engine, tokens[:length], method="none", **options)
+        tree = generate(engine, tokens[:length], method="ddtree", tree_budget=16, **options)
+        assert tree == plain and len(plain) == 4, length
+
+
+def test_drafting_stops_where_the_drafters_positions_end(tiny_model: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(tiny_model / "drafter", drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    engine = _core.Engine(str(tiny_model), str(drafter), num_threads=1)
+    for length in (1, 40, 63, 64, 65, 100):
+        prompt = random_ids(engine, np.random.default_rng(length), length)
+        plain = generate(engine, prompt, max_tokens=80, method="none", ignore_eos=True)
+        for method, budget in METHODS:
+            options = _core.RequestOptions(
+                max_tokens=80, method=method, tree_budget=budget, ignore_eos=True
+            )
+            outputs = engine.generate(prompt, options)
+            assert tokens_of(outputs) == plain
+            known, drafted = length, 0
+            for output in outputs:
+                if output.tree is not None:  # a block begins at the last known token
+                    assert known - 1 + config["block_size"] <= 64
+                    drafted += 1
+                known += len(output.token_ids)
+            assert drafted > 0 if length == 1 else drafted == 0 or length == 40
+
+
+def test_requests_do_not_grow_the_process(tiny_model: Path) -> None:
+    engine = _core.Engine(str(tiny_model), str(tiny_model / "drafter"), num_threads=1)
+    prompt = random_ids(engine, np.random.default_rng(16), 40)
+
+    def kilobytes_after(requests: int) -> int:
+        for _ in range(requests):
+            generate(engine, prompt, max_tokens=12, method="ddtree", tree_budget=16)
+        status = Path("/proc/self/status").read_text().split()
+        return sum(int(status[status.index(name) + 1]) for name in ("RssAnon:", "VmSwap:"))
+
+    before = kilobytes_after(100)
+    assert kilobytes_after(500) - before < 1024  # 2 KiB a request would show
 
 
 def test_the_stub_names_what_the_module_has() -> None:

@@ -50,6 +50,9 @@ def test_merges_are_used(tokenizer: Tokenizer) -> None:
         ("12345", ["123", "45"]),
         ("don't DON'T", ["don't", " DON'T"]),
         ("f(x)/g\n", ["f", "(x", ")/", "g", "\n"]),
+        ("你好it's", ["你好", "it's"]),
+        ("。\n\n　　話說天下大勢", ["。\n\n", "　", "　", "話說天下大勢"]),
+        ("a 22", ["a", " ", "22"]),
     ],
 )
 def test_split_pattern(text: str, pieces: list[str]) -> None:
@@ -115,6 +118,16 @@ def test_incremental_decoding_never_splits_a_character(tokenizer: Tokenizer, tex
     decoder = IncrementalDecoder(tokenizer)
     seen = "".join(decoder.push([i]) for i in tokenizer.encode(text))
     assert seen == text and decoder.finish() == ""
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("text", ["a😀é", "한국어 😀", "hello👩‍👩‍👧 world"])
+def test_chunks_of_any_size_give_whole_characters(
+    tokenizer: Tokenizer, text: str, size: int
+) -> None:
+    decoder, ids = IncrementalDecoder(tokenizer), [*text.encode()]
+    parts = [decoder.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+    assert "".join(parts) == text and decoder.finish() == ""
 
 
 def test_incomplete_character_becomes_a_replacement_at_the_end(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import SPECIAL
+from conftest import KIMI_NAMES, SPECIAL
 from kdtree_engine.tokenizer import SPLIT_PATTERN, Tokenizer
 
 CHARACTERS = [*"aZß'’sStTéǅʰªـ世々〇ー。，1½Ⅷ٣_-/ \t\r\n\x0b\u3000\u200d\u0300"]
@@ -57,23 +57,66 @@ def test_templates_encode_as_kimis_tokenizer_does(tokenizer_folder: Path, text: 
     assert ours.apply_chat_template([{"role": "user", "content": ""}]) == expected
 
 
+# Ids of Kimi's vocabulary that are publicly known.
+KNOWN = {"The": 1008, " of": 318, " are": 554, " to": 308, ".": 13, ",": 11, " the": 276}
+KNOWN |= {"Hello": 19180, "世界": 2243, "——": 35086, "I'm": 17172, "You": 3900}
+KNOWN |= {"system": 14062, "user": 2482, "functions": 41937}
+FIRST_CONTROL = 163584
+CONTROL = {FIRST_CONTROL + at: name for at, name in KIMI_NAMES.items()}
+
+
+def check_known_ids(kimi: Tokenizer, control: dict[int, str]) -> None:
+    assert kimi.vocab_size == 163840 and not kimi.add_bos and kimi.bos_token_id == 163584
+    assert {text: kimi.encode(text) for text in KNOWN} == {t: [i] for t, i in KNOWN.items()}
+    sentences: dict[str, list[int]] = {
+        "Hello世界——I'm": [19180, 2243, 35086, 17172],
+        "You are the.": [3900, 554, 276, 13],
+        "The of to世界.": [1008, 318, 308, 2243, 13],
+    }
+    assert {text: kimi.encode(text) for text in sentences} == sentences
+    for token_id in range(FIRST_CONTROL, 163840):
+        name = control.get(token_id, f"<|reserved_token_{token_id}|>")
+        assert kimi.decode([token_id]) == name and kimi.is_special(token_id)
+        ids = kimi.encode(name)
+        assert kimi.decode(ids) == name and not any(map(kimi.is_special, ids))
+    for text in ("你好it's", "。\n\n　　話說天下大勢", "<|im_end|><|reserved_token_163589|>"):
+        ids = kimi.encode(text)
+        assert kimi.decode(ids) == text and not any(map(kimi.is_special, ids))
+    for token_id in (163840, -1, 4294967294):  # the first is transformers' video token
+        with pytest.raises(ValueError, match=f"token id {token_id} .* vocab_size is 163840"):
+            kimi.decode([token_id])
+
+
 def test_ids_of_kimis_own_vocabulary() -> None:
     """Needs Kimi's files: KDTREE_TEST_KIMI names a folder with them."""
     folder = os.environ.get("KDTREE_TEST_KIMI")
     if not folder:
         pytest.skip("KDTREE_TEST_KIMI names no folder of a Kimi model")
     kimi = Tokenizer(folder)
-    known = {"The": 1008, " of": 318, " are": 554, " to": 308, ".": 13, ",": 11, " the": 276}
-    known |= {"Hello": 19180, "世界": 2243, "——": 35086, "I'm": 17172, "You": 3900}
-    known |= {"system": 14062, "user": 2482, "functions": 41937}
-    assert {text: kimi.encode(text) for text in known} == {t: [i] for t, i in known.items()}
-    assert kimi.vocab_size == 163840 and not kimi.add_bos
-    assert kimi.decode([163586, 163595, 163589]) == (
-        "<|im_end|><|tool_calls_section_begin|><|reserved_token_163589|>"
-    )
-    for text in ("你好it's", "。\n\n　　話說天下大勢", "<|reserved_token_163589|>", "<|im_end|>"):
-        ids = kimi.encode(text)
-        assert kimi.decode(ids) == text and not any(map(kimi.is_special, ids))
+    named = {i: name for name, i in kimi.special_tokens.items()}
+    thinking = {"<think>", "</think>"}  # not listed by K2-Thinking, nor the media tokens
+    for token_id, name in CONTROL.items():
+        assert named.get(token_id, name) == name
+        assert token_id in named or name in thinking or "media" in name
+    check_known_ids(kimi, named)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_known_ids_in_a_vocabulary_of_kimis_size(tmp_path: Path, thinking: bool) -> None:
+    """The known tokens at their ranks; the other ranks are bytes that no text has."""
+    ranks = {i: text.encode() for text, i in KNOWN.items()}
+    single = [b for b in range(256) if bytes([b]) not in ranks.values()]
+    for rank in range(FIRST_CONTROL):
+        if rank not in ranks:
+            byte = bytes([single.pop()]) if single else b"\xff" + rank.to_bytes(3, "big")
+            ranks[rank] = byte
+    lines = [f"{base64.b64encode(ranks[rank]).decode()} {rank}" for rank in sorted(ranks)]
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines))
+    control = {i: n for i, n in CONTROL.items() if thinking or "think" not in n}
+    settings = {"added_tokens_decoder": {str(i): {"content": n} for i, n in control.items()}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "[BOS]"}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 163840}}))
+    check_known_ids(Tokenizer(tmp_path), control)
 
 
 def test_ids_above_the_ranks_are_named_by_themselves(kimi_folder: Path) -> None:

@@ -290,31 +290,60 @@ def answer_ids(pieces: list[str]) -> list[int]:
     return ids
 
 
-@given(ANSWERS, st.booleans(), st.booleans(), st.lists(st.integers(1, 9), min_size=1))
-def test_any_split_gives_the_same_parts(
-    tokenizer: Tokenizer, pieces: list[str], thinking: bool, written: bool, cuts: list[int]
-) -> None:
-    ids = answer_ids(pieces)
-    options: Any = {"thinking": thinking, "written_think": written, "tools": TOOLS}
-    whole = parse_answer(tokenizer, ids, **options)
+def in_pieces(tokenizer: Tokenizer, pieces: list[list[int]], **options: Any) -> ChatDelta:
+    """The sum of what a stream gives when it gets the token ids in these pieces."""
     marks = marks_of(tokenizer)
     builder = TextBuilder(tokenizer, SamplingParams(), marks)
-    parser, total, at = ChatParser(**options), ChatDelta(), 0
-    while at < len(ids):
-        step = cuts[at % len(cuts)]
-        for token in ids[at : at + step]:
+    parser, total = ChatParser(**options), ChatDelta()
+    for at, piece in enumerate(pieces):
+        last = at == len(pieces) - 1
+        for token in piece:
             builder.push(token)
-        at += step
-        if at >= len(ids):
+        if last:
             builder.finish()
-        for text, token_id in builder.take_parts(at >= len(ids)):
+        for text, token_id in builder.take_parts(last):
             parser.text(text)
             if token_id is not None:
                 parser.mark(marks[token_id], builder.name(token_id))
         total.add(parser.take())
     parser.finish()
     total.add(parser.take())
-    assert total == whole
+    return total
+
+
+@given(ANSWERS, st.booleans(), st.booleans(), st.lists(st.integers(1, 9), min_size=1))
+def test_any_split_gives_the_same_parts(
+    tokenizer: Tokenizer, pieces: list[str], thinking: bool, written: bool, cuts: list[int]
+) -> None:
+    ids, split, at = answer_ids(pieces), [], 0
+    while at < len(ids):
+        step = cuts[at % len(cuts)]
+        split.append(ids[at : at + step])
+        at += step
+    options: Any = {"thinking": thinking, "written_think": written, "tools": TOOLS}
+    assert in_pieces(tokenizer, split, **options) == parse_answer(tokenizer, ids, **options)
+
+
+def test_two_calls_cut_in_two_anywhere(tokenizer: Tokenizer) -> None:
+    text = "hm</think>I look.\n" + BEGIN + call("functions.get_weather:0", '{"city": "京"}')
+    ids = ids_of(text + call("functions.list-files:1", '{\n "path": "a\\"b"\n}') + END)
+    whole = parse_answer(tokenizer, ids, thinking=True)
+    assert (whole.reasoning, whole.content) == ("hm", "I look.\n") and not whole.broken_calls
+    assert [(c.name, json.loads(c.arguments)) for c in whole.tool_calls] == [
+        ("get_weather", {"city": "京"}), ("list-files", {"path": 'a"b'}),
+    ]  # fmt: skip
+    for at in range(len(ids) + 1):
+        assert in_pieces(tokenizer, [ids[:at], ids[at:]], thinking=True) == whole
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 100_000])
+def test_long_arguments_in_pieces(tokenizer: Tokenizer, size: int) -> None:
+    arguments = json.dumps({"path": '"}\n' * 4000})
+    ids = ids_of(BEGIN + call("functions.list-files:0", arguments) * 2 + END)
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+    answer = in_pieces(tokenizer, pieces)
+    assert [c.arguments for c in answer.tool_calls] == [arguments] * 2
+    assert answer.content == "" and not answer.broken_calls
 
 
 @given(ANSWERS, st.booleans())

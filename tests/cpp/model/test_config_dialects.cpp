@@ -1,5 +1,6 @@
 // config.json as each version of the models writes it, every number of it, and yarn's frequencies
 // against those of transformers 5.24.
+#include <algorithm>
 #include <cmath>
 
 #include "check.h"
@@ -260,6 +261,19 @@ KDT_TEST(deepseek_v3) {
                       {23, 3.3338034e-05}});
   // Alone it has the reference's eps of the latent norms, whatever the config's eps.
   EXPECT_EQ(parse(replaced(kDeepseek, "1e-06", "1e-05")).latent_rms_norm_eps, 1e-6);
+}
+
+KDT_TEST(angles_are_right_to_the_last_position) {
+  const ModelConfig c = parse(kK26);
+  const int64_t dim = 64, last = c.max_position_embeddings - 1;
+  const std::vector<float> table = kdt::rope_table(c.rope, dim, last + 1);
+  for (int64_t i : {0, 8, 14, 20, 31}) {
+    const double ramp = std::clamp((static_cast<double>(i) - 8) / 12, 0.0, 1.0);
+    const double angle =
+        static_cast<double>(last) * std::pow(50000.0, -2.0 * i / dim) * (1 - ramp + ramp / 64);
+    EXPECT_NEAR(table[last * dim + i], std::cos(angle), 1e-7);
+    EXPECT_NEAR(table[last * dim + dim / 2 + i], std::sin(angle), 1e-7);
+  }
 }
 
 KDT_TEST(yarn_takes_every_parameter) {
