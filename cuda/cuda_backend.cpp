@@ -6,6 +6,7 @@
 
 #include "device.h"
 #include "fault.h"
+#include "weight_upload.h"
 
 namespace kdt::cuda {
 
@@ -101,6 +102,11 @@ void CudaBackend::synchronize() {
                                     "uniform"};
   throw Error(join("cuda: ", kNames[fault.kind], " ", fault.value, " at row ", fault.row,
                    " is out of range"));
+}
+
+WeightUpload& CudaBackend::upload_of_weights() {
+  if (weight_upload_ == nullptr) weight_upload_ = std::make_unique<WeightUpload>();
+  return *weight_upload_;
 }
 
 std::unique_ptr<Backend> make_cuda_backend(int device) {

@@ -46,6 +46,7 @@ RopeParams rope_params(const RopeTable& rope, const Tensor& positions);
 
 // Matrices of one shape, stacked (linear.cpp).
 struct CudaLinear;
+class WeightUpload;
 
 // Memory of the back end that grows to what its ops need and is kept. Ops run in order on one
 // stream, so each may use all of it.
@@ -83,8 +84,11 @@ class CudaBackend final : public Backend {
   void download(void* to, const Tensor& from) override;
   // Throws Error when a kernel met a value out of range.
   void synchronize() override;
-  std::unique_ptr<LinearWeight> prepare_linear(const std::vector<HostMatrix>& stacked) override;
-  std::unique_ptr<ExpertsWeight> prepare_experts(const std::vector<HostExpert>& experts) override;
+  std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) override;
+  void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& stacked) override;
+  std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) override;
+  void fill_expert(ExpertsWeight& weight, int64_t index, const HostExpert& expert) override;
+  std::string weight_layout() const override { return "cuda-stripes-1"; }
   std::unique_ptr<Communicator> make_communicator(RankGroup& group) override;
   std::unique_ptr<KvCache> make_mla_cache(int64_t num_layers, int64_t num_blocks,
                                           int64_t block_size, int64_t kv_lora_rank,
@@ -128,11 +132,14 @@ class CudaBackend final : public Backend {
                 int64_t x_head_stride, int64_t num_rows, float* out, int64_t out_row_stride,
                 int64_t out_head_stride, float alpha);
 
+  WeightUpload& upload_of_weights();
+
   int device_ = 0, num_multiprocessors_ = 0;
   int64_t shared_bytes_ = 0;  // of a multiprocessor
   std::string chip_;
   cudaStream_t stream_ = nullptr;
   Workspace workspace_;
+  std::unique_ptr<WeightUpload> weight_upload_;  // once a weight was filled
   Fault* fault_ = nullptr;         // in the host's memory, mapped
   Fault* device_fault_ = nullptr;  // the same, for kernels
 };

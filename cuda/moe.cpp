@@ -4,30 +4,13 @@
 #include <algorithm>
 
 #include "backend/checks.h"
+#include "experts.h"
 #include "kernels/linear_plain.h"
 #include "kernels/rows.h"
-#include "linear.h"
 
 namespace kdt::cuda {
 namespace {
 
-// One product of all experts: gate and up, or down.
-struct ExpertsProduct {
-  DType dtype = DType::kBFloat16;
-  std::shared_ptr<void> memory;  // f32: matrices; int4, bf16: panels of each expert (repack.h)
-  int64_t in_features = 0;
-  int64_t num_stripes = 0;  // of an expert
-
-  bool is_packed() const { return dtype != DType::kFloat32; }
-};
-
-struct CudaExperts final : ExpertsWeight {
-  ExpertsProduct gate_up, down;
-  // Columns of an activated row: zeros follow its values, so that down can read whole chunks.
-  int64_t activated_stride = 0;
-};
-
-constexpr int64_t kMostChunkK = 64;
 constexpr int64_t kFewSlots = 16;
 
 // As k_warps_of in linear.cpp; experts have many stripes, so fewer warps share one.
@@ -42,25 +25,6 @@ int32_t tile_rows_of(int64_t num_slots, int64_t num_experts) {
   return average < 4 ? 8 : average < 10 ? 16 : 32;
 }
 
-void check_expert(const HostExpert& expert, const HostExpert& first) {
-  const int64_t hidden = first.gate.in_features, intermediate = first.gate.out_features;
-  for (const HostMatrix* matrix : {&expert.gate, &expert.up}) {
-    KDT_CHECK(matrix->in_features == hidden && matrix->out_features == intermediate,
-              "prepare_experts: gate or up is [", matrix->out_features, ", ", matrix->in_features,
-              "], want [", intermediate, ", ", hidden, "]");
-  }
-  KDT_CHECK(expert.down.in_features == intermediate && expert.down.out_features == hidden,
-            "prepare_experts: down is [", expert.down.out_features, ", ", expert.down.in_features,
-            "], want [", hidden, ", ", intermediate, "]");
-  for (const HostMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) check_matrix(*matrix);
-  const DType down = first.down.dtype, gate = first.gate.dtype;
-  KDT_CHECK(expert.gate.dtype == gate && expert.up.dtype == gate && expert.down.dtype == down &&
-                (gate == DType::kFloat32) == (down == DType::kFloat32),
-            "prepare_experts: gate, up and down are ", dtype_name(expert.gate.dtype), ", ",
-            dtype_name(expert.up.dtype), " and ", dtype_name(expert.down.dtype),
-            " beside a gate of ", dtype_name(gate), " and a down of ", dtype_name(down));
-}
-
 // What the ops below work with.
 struct Call {
   const MoeExpertsArgs& args;
@@ -73,6 +37,7 @@ struct Call {
   int64_t num_slots() const { return num_tokens * top_k; }
   const float* x() const { return args.x.data<float>() + first_token * experts.hidden_size; }
   const int32_t* ids() const { return args.ids.data<int32_t>() + first_token * top_k; }
+  int32_t first_expert() const { return static_cast<int32_t>(args.first_expert); }
 };
 
 void add_up(const Call& call, const float* part) {
@@ -83,7 +48,8 @@ void add_up(const Call& call, const float* part) {
                   .num_tokens = call.num_tokens,
                   .top_k = call.top_k,
                   .hidden_size = call.experts.hidden_size,
-                  .num_experts = call.experts.num_experts},
+                  .first_expert = call.first_expert(),
+                  .num_experts = static_cast<int32_t>(call.experts.num_experts)},
                  call.stream);
 }
 
@@ -104,25 +70,27 @@ void run_packed(const Call& call) {
       Workspace::piece(4) + Workspace::piece(max_tiles * 4) +
       Workspace::piece(max_tiles * tile_rows * 4) + Workspace::piece(tokens * x_stride * 2) +
       Workspace::piece(activated_count * 2) + Workspace::piece(slots * hidden * 4));
-  MoeTiles tiles;
-  tiles.num_tiles = call.workspace.take<int32_t>(1);
-  tiles.expert_of_tile = call.workspace.take<int32_t>(max_tiles);
-  tiles.slots_of_tile = call.workspace.take<int32_t>(max_tiles * tile_rows);
+  MoeTilesOf<int32_t> sorted;
+  sorted.num_tiles = call.workspace.take<int32_t>(1);
+  sorted.expert_of_tile = call.workspace.take<int32_t>(max_tiles);
+  sorted.slots_of_tile = call.workspace.take<int32_t>(max_tiles * tile_rows);
+  MoeTiles tiles{sorted.num_tiles, sorted.expert_of_tile, sorted.slots_of_tile};
   auto* x = call.workspace.take<uint16_t>(tokens * x_stride);
   auto* activated = call.workspace.take<uint16_t>(activated_count);
   auto* part = call.workspace.take<float>(slots * hidden);
 
   if (as_they_are) {
-    tiles = {nullptr, const_cast<int32_t*>(call.ids()), nullptr};
+    tiles = {nullptr, call.ids(), nullptr};
   } else {
     launch_moe_prepare({.x = call.x(),
                         .ids = call.ids(),
                         .x_bf16 = x,
-                        .tiles = tiles,
+                        .tiles = sorted,
                         .num_tokens = tokens,
                         .hidden_size = hidden,
                         .x_stride = x_stride,
                         .top_k = static_cast<int32_t>(call.top_k),
+                        .first_expert = call.first_expert(),
                         .num_experts = static_cast<int32_t>(experts.num_experts),
                         .tile_rows = tile_rows},
                        call.stream);
@@ -138,6 +106,7 @@ void run_packed(const Call& call) {
                             .tiles = tiles,
                             .tile_rows = tile_rows,
                             .max_tiles = static_cast<int32_t>(max_tiles),
+                            .first_expert = as_they_are ? call.first_expert() : 0,
                             .num_experts = static_cast<int32_t>(experts.num_experts),
                             .x = from,
                             .x_is_float = from_is_float,
@@ -181,7 +150,8 @@ void run_plain(const Call& call) {
                          .out_row_stride = out_features,
                          .out_head_stride = 0,
                          .rows_per_x = rows_per_x,
-                         .alpha = 1},
+                         .alpha = 1,
+                         .first_matrix = call.first_expert()},
                         call.stream);
   };
   product(experts.gate_up, call.x(), call.top_k, gate_up, 2 * intermediate);
@@ -196,55 +166,6 @@ void run_plain(const Call& call) {
 }
 
 }  // namespace
-
-std::unique_ptr<ExpertsWeight> CudaBackend::prepare_experts(
-    const std::vector<HostExpert>& experts) {
-  KDT_CHECK(!experts.empty(), "prepare_experts: no expert");
-  for (const HostExpert& expert : experts) check_expert(expert, experts.front());
-  KDT_CHECK(static_cast<int64_t>(experts.size()) <= kMaxExperts,
-            "prepare_experts: ", experts.size(), " experts, at most ", kMaxExperts);
-  KDT_CUDA_CHECK(cudaSetDevice(device_));
-  auto weight = std::make_unique<CudaExperts>();
-  weight->num_experts = static_cast<int64_t>(experts.size());
-  const int64_t hidden = weight->hidden_size = experts.front().gate.in_features;
-  const int64_t intermediate = weight->intermediate_size = experts.front().gate.out_features;
-  weight->gate_up.dtype = experts.front().gate.dtype;
-  weight->down.dtype = experts.front().down.dtype;
-  weight->gate_up.in_features = hidden;
-  weight->down.in_features = intermediate;
-
-  if (!weight->gate_up.is_packed()) {
-    std::vector<HostMatrix> gate_up, down;
-    for (const HostExpert& expert : experts) {
-      gate_up.push_back(expert.gate);
-      gate_up.push_back(expert.up);
-      down.push_back(expert.down);
-    }
-    weight->gate_up.memory = upload_plain(gate_up, stream_);
-    weight->down.memory = upload_plain(down, stream_);
-    return weight;
-  }
-  weight->activated_stride = ceil_div(intermediate, kMostChunkK) * kMostChunkK;
-  std::vector<PanelRow> gate_up, down;
-  for (const HostExpert& expert : experts) {
-    // Stripes of eight rows of gate over the same of up, as far as an activated row goes.
-    for (int64_t begin = 0; begin < weight->activated_stride; begin += 8) {
-      for (const HostMatrix* matrix : {&expert.gate, &expert.up}) {
-        for (int64_t row = begin; row < begin + 8; ++row)
-          gate_up.push_back(row < intermediate ? PanelRow{matrix, row} : PanelRow{});
-      }
-    }
-    for (int64_t row = 0; row < hidden; ++row) down.push_back({&expert.down, row});
-    down.resize(ceil_div(down.size(), kPanelRows) * kPanelRows);
-  }
-  const auto upload = [&](ExpertsProduct& product, const std::vector<PanelRow>& rows) {
-    product.num_stripes = static_cast<int64_t>(rows.size()) / kStripeRows / weight->num_experts;
-    product.memory = upload_panels(rows, product.dtype, product.in_features, stream_);
-  };
-  upload(weight->gate_up, gate_up);
-  upload(weight->down, down);
-  return weight;
-}
 
 void CudaBackend::moe_route(const MoeRouteArgs& args) {
   check_moe_route(args);

@@ -32,21 +32,22 @@ uint32_t interleave(uint32_t upper, uint32_t lower) {
 uint32_t upper_of(uint32_t word) { return (word & 0x0F0Fu) | (word >> 16 & 0x0F0Fu) << 4; }
 uint32_t lower_of(uint32_t word) { return (word >> 4 & 0x0F0Fu) | (word >> 16 & 0xF0F0u); }
 
-const uint8_t* row_start(const PanelRow& row, int64_t row_bytes) {
-  return row.matrix == nullptr ? nullptr : row.matrix->data + row.row * row_bytes;
-}
+// Where a row's values and scales are; null for a row that is none.
+struct RowStart {
+  const uint8_t* values = nullptr;
+  const uint8_t* scale = nullptr;
+};
 
 // Scale of a group; 0 for a row that is none.
-uint16_t scale_of(const PanelRow& row, int64_t group, int64_t groups) {
-  return row.matrix == nullptr ? uint16_t{0}
-                               : read<uint16_t>(row.matrix->scale, row.row * groups + group);
+uint16_t scale_of(const RowStart& row, int64_t group) {
+  return row.scale == nullptr ? uint16_t{0} : read<uint16_t>(row.scale, group);
 }
 
-void pack_int4(const PanelRow* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
-  const int64_t row_bytes = in_features / 2, groups = in_features / 32;
+void pack_int4(const RowStart* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
+  const int64_t groups = in_features / 32;
   for (int64_t g = 0; g < 8; ++g) {
-    const uint8_t* upper = row_start(rows[g], row_bytes);
-    const uint8_t* lower = row_start(rows[g + 8], row_bytes);
+    const uint8_t* upper = rows[g].values;
+    const uint8_t* lower = rows[g + 8].values;
     for (int64_t i = 0; i < 2; ++i) {
       const int64_t group = chunk * 2 + i;
       const bool exists = group < groups;
@@ -57,8 +58,8 @@ void pack_int4(const PanelRow* rows, int64_t in_features, int64_t chunk, uint8_t
         write(out, to, interleave(a & 0xFFFFu, b & 0xFFFFu));
         write(out, to + 1, interleave(a >> 16, b >> 16));
       }
-      write(out + 512, g * 4 + i, exists ? scale_of(rows[g], group, groups) : uint16_t{0});
-      write(out + 512, g * 4 + 2 + i, exists ? scale_of(rows[g + 8], group, groups) : uint16_t{0});
+      write(out + 512, g * 4 + i, exists ? scale_of(rows[g], group) : uint16_t{0});
+      write(out + 512, g * 4 + 2 + i, exists ? scale_of(rows[g + 8], group) : uint16_t{0});
     }
   }
 }
@@ -92,13 +93,17 @@ int64_t present_bytes(int64_t column, int64_t columns) {
   return std::clamp<int64_t>(columns - column, 0, 8) * 2;
 }
 
-void pack_bf16(const PanelRow* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
+void pack_bf16(const RowStart* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
   for (int64_t row = 0; row < kStripeRows; ++row) {
-    const uint8_t* from = row_start(rows[row], in_features * 2);
+    const uint8_t* from = rows[row].values;
     for (int64_t t = 0; t < 4; ++t) {
       const int64_t column = chunk * 32 + t * 8, bytes = present_bytes(column, in_features);
       uint32_t pairs[4] = {};
-      if (from != nullptr && bytes > 0) std::memcpy(pairs, from + column * 2, bytes);
+      if (from != nullptr && bytes == sizeof(pairs)) {
+        std::memcpy(pairs, from + column * 2, sizeof(pairs));
+      } else if (from != nullptr && bytes > 0) {
+        std::memcpy(pairs, from + column * 2, bytes);
+      }
       for (int64_t i = 0; i < 4; ++i) write(out, pair_index(row, t, i), pairs[i]);
     }
   }
@@ -126,9 +131,15 @@ StreamShape stream_shape(DType dtype, int64_t in_features) {
 
 void pack_panel(const PanelRow* rows, DType dtype, int64_t in_features, uint8_t* out) {
   const StreamShape shape = stream_shape(dtype, in_features);
+  RowStart starts[kPanelRows];
+  for (int64_t i = 0; i < kPanelRows; ++i) {
+    if (rows[i].matrix == nullptr) continue;
+    starts[i].values = rows[i].matrix->row(rows[i].row);
+    if (dtype == DType::kInt32) starts[i].scale = rows[i].matrix->scale_row(rows[i].row);
+  }
   for (int64_t chunk = 0; chunk < shape.num_chunks; ++chunk) {
     for (int64_t stripe = 0; stripe < 2; ++stripe, out += shape.chunk_bytes) {
-      const PanelRow* from = rows + stripe * kStripeRows;
+      const RowStart* from = starts + stripe * kStripeRows;
       dtype == DType::kInt32 ? pack_int4(from, in_features, chunk, out)
                              : pack_bf16(from, in_features, chunk, out);
     }

@@ -18,9 +18,8 @@ inline void check_matrix_shape(const MatrixShape& s) {
             s.in_features, "]");
   KDT_CHECK(s.out_features <= kMost && s.in_features <= kMost, "weight: shape [", s.out_features,
             ", ", s.in_features, "], at most ", kMost, " of each");
-  KDT_CHECK(
-      s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16 || s.dtype == DType::kInt32,
-      "weight: dtype ", dtype_name(s.dtype), "; want f32, bf16 or int4 (i32)");
+  KDT_CHECK(s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16 || s.dtype == DType::kInt32,
+            "weight: dtype ", dtype_name(s.dtype), "; want f32, bf16 or int4 (i32)");
   KDT_CHECK(s.dtype != DType::kInt32 || s.in_features % 32 == 0, "int4 weight: in_features ",
             s.in_features, " is not a multiple of 32");
 }

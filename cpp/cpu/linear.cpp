@@ -14,17 +14,16 @@ void CpuBackend::multiply(const float* x, int64_t ldx, int64_t rows, const Packe
   const int num_rows = static_cast<int>(rows);
   switch (matrix.dtype) {
     case DType::kBFloat16:
-      kernels_.gemm_bf16(x, ldx, num_rows, matrix.panels + panel * k * 16, k, out,
-                         ldo, columns);
+      kernels_.gemm_bf16(x, ldx, num_rows, matrix.panels + panel * k * 16, k, out, ldo, columns);
       break;
     case DType::kFloat32:
-      kernels_.gemm_f32(x, ldx, num_rows, reinterpret_cast<const float*>(matrix.panels) + panel * k * kPanel,
+      kernels_.gemm_f32(x, ldx, num_rows,
+                        reinterpret_cast<const float*>(matrix.panels) + panel * k * kPanel,
                         k * kPanel, kPanel, k, out, ldo, columns, false);
       break;
     default:
-      kernels_.gemm_int4(
-          x, ldx, num_rows, matrix.panels + panel * (k / 8) * kPanel,
-          matrix.scales + panel * (k / kGroup) * 16, k, out, ldo, columns);
+      kernels_.gemm_int4(x, ldx, num_rows, matrix.panels + panel * (k / 8) * kPanel,
+                         matrix.scales + panel * (k / kGroup) * 16, k, out, ldo, columns);
   }
 }
 

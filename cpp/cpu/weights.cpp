@@ -44,7 +44,8 @@ void for_blocks(int64_t columns, const Row& row, const Write& write) {
   for (int64_t begin = 0; begin < columns; begin += kColumns) {
     const int64_t count = std::min(kColumns, columns - begin);
     for (int64_t n = 0; n < kPanel; ++n) {
-      if (rows[n] != nullptr) std::memcpy(values[n], rows[n] + begin * sizeof(T), count * sizeof(T));
+      if (rows[n] != nullptr)
+        std::memcpy(values[n], rows[n] + begin * sizeof(T), count * sizeof(T));
     }
     write(values, begin, count);
   }
