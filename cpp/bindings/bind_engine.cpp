@@ -134,6 +134,8 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
                                           py::handle num_threads, py::handle max_model_len,
                                           py::handle max_num_seqs, py::handle prefill_chunk_size,
                                           py::handle latent_rms_norm_eps,
+                                          py::handle tensor_parallel_size,
+                                          py::handle expert_parallel, py::handle timeout_s,
                                           const py::object& progress) {
   EngineOptions options;
   options.model = text("model", model);
@@ -144,6 +146,9 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
   options.max_num_seqs = integer("max_num_seqs", max_num_seqs);
   options.prefill_chunk_size = integer("prefill_chunk_size", prefill_chunk_size);
   options.latent_rms_norm_eps = number("latent_rms_norm_eps", latent_rms_norm_eps);
+  options.tensor_parallel_size = integer<int>("tensor_parallel_size", tensor_parallel_size);
+  options.expert_parallel = boolean("expert_parallel", expert_parallel);
+  options.timeout_s = number("timeout_s", timeout_s);
   if (!progress.is_none()) {
     KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
                        "; want a function or None");
@@ -170,7 +175,8 @@ py::dict stats(SharedEngine& shared) {
     int64_t active, waiting, kv_tokens_free;
     CostModel costs;
   };
-  const Counters c = shared.look([](const Engine& e) {
+  const Counters c = shared.look([](const EngineGroup& group) {
+    const Engine& e = group.leader();
     return Counters{e.stats(), e.num_active(), e.num_waiting(), e.kv_tokens_free(), e.costs()};
   });
   const BackendInfo info = shared.loaded().backend_info();
@@ -306,17 +312,19 @@ void register_engine(py::module_& module) {
            py::arg("device") = "cpu", py::kw_only(), py::arg("num_threads") = 0,
            py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
            py::arg("prefill_chunk_size") = 256, py::arg("latent_rms_norm_eps") = 0.0,
+           py::arg("tensor_parallel_size") = 1, py::arg("expert_parallel") = false,
+           py::arg("timeout_s") = 600.0,
            py::arg("progress") = py::none())
       .def(
           "add_request",
           [](SharedEngine& shared, py::handle prompt, py::handle options) {
             const std::vector<int64_t> ids = integers("prompt_token_ids", prompt);
             const RequestOptions request = request_options(options);
-            return shared.use([&](Engine& e) { return e.add_request(ids, request); });
+            return shared.use([&](EngineGroup& e) { return e.add_request(ids, request); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
       .def("step",
-           [](SharedEngine& shared) { return shared.use([](Engine& e) { return e.step(); }); })
+           [](SharedEngine& shared) { return shared.use([](EngineGroup& e) { return e.step(); }); })
       .def(
           "generate",
           [](SharedEngine& shared, py::handle prompt, py::handle options) {
@@ -326,12 +334,13 @@ void register_engine(py::module_& module) {
               const GilAcquire acquire;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
             };
-            return shared.use([&](Engine& e) { return e.generate(ids, request, not_interrupted); });
+            return shared.use([&](EngineGroup& e) { return e.generate(ids, request, not_interrupted); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
       .def("has_unfinished",
            [](SharedEngine& shared) {
-             return shared.look([](const Engine& e) { return e.has_unfinished(); });
+             return shared.look(
+                 [](const EngineGroup& e) { return e.leader().has_unfinished(); });
            })
       .def(
           "abort",
@@ -343,7 +352,7 @@ void register_engine(py::module_& module) {
           "logits",
           [](SharedEngine& shared, py::handle token_ids) {
             const std::vector<int64_t> ids = integers("token_ids", token_ids);
-            return rows_of(shared, shared.use([&](Engine& e) { return e.logits(ids); }));
+            return rows_of(shared, shared.use([&](EngineGroup& e) { return e.logits(ids); }));
           },
           py::arg("token_ids"))
       .def(
@@ -352,7 +361,7 @@ void register_engine(py::module_& module) {
             const std::vector<int64_t> prefix_ids = integers("prefix_token_ids", prefix);
             const std::vector<int64_t> token_ids = integers("tokens", tokens);
             const std::vector<int64_t> links = integers("parents", parents);
-            return rows_of(shared, shared.use([&](Engine& e) {
+            return rows_of(shared, shared.use([&](EngineGroup& e) {
               return e.tree_logits(prefix_ids, token_ids, links);
             }));
           },

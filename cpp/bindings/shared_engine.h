@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bindings/gil.h"
-#include "engine/engine.h"
+#include "engine/engine_group.h"
 
 namespace kdt {
 
@@ -23,7 +23,7 @@ class SharedEngine {
   explicit SharedEngine(const EngineOptions& options) : engine_(options) {}
 
   // For what is the same since loading.
-  const Engine& loaded() const { return engine_; }
+  const Engine& loaded() const { return engine_.leader(); }
 
   template <typename Call>
   auto use(const Call& call) {
@@ -80,7 +80,7 @@ class SharedEngine {
     return std::exchange(aborted_, {});
   }
 
-  Engine engine_;
+  EngineGroup engine_;
   const pid_t process_ = getpid();
   std::mutex mutex_;                     // of engine_
   std::atomic<std::thread::id> caller_;  // the thread in a call

@@ -112,7 +112,7 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   stats_.build_ms += build_ms;
   for (const size_t i : drafting) outputs[i]->build_ms = build_ms;
   // The context's rows must be added once, whichever round does it.
-  if (count == 1) costs_.observe_draft(draft_ms - extend_ms + build_ms);
+  if (count == 1) costs_.observe_draft(agreed(draft_ms - extend_ms + build_ms));
 }
 
 DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64_t max_depth) {
@@ -124,10 +124,7 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
 
   const Tensor logprobs = logprobs_.tensor.rows(0, max_depth * width).view({max_depth, width});
   const Tensor ids = candidate_ids_.tensor.rows(0, max_depth * width).view({max_depth, width});
-  backend_->topk_logprobs({.logits = logits.rows(0, max_depth),
-                           .temperature = static_cast<float>(request.options.draft_temperature),
-                           .logprobs = logprobs,
-                           .ids = ids});
+  choose_candidates(logits.rows(0, max_depth), request.options.draft_temperature, logprobs, ids);
   const int64_t slots = budget + 1;
   const auto array = [&](int64_t i) { return tree_ints_.tensor.rows(1 + i * slots, slots); };
   backend_->tree_build({.logprobs = logprobs,
@@ -183,7 +180,7 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
   const double ms = clock.ms();
   stats_.verify_ms += ms;
   for (StepOutput* output : outputs) output->verify_ms = ms;
-  if (draft_ && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), ms);
+  if (draft_ && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), agreed(ms));
 }
 
 void Engine::accept_and_commit(Request& request, StepOutput& output,
@@ -284,7 +281,7 @@ void Engine::measure_costs() {
     const Clock pass;
     body();
     backend_->synchronize();
-    return pass.ms();
+    return agreed(pass.ms());
   };
   std::vector<std::pair<int64_t, double>> points;
   for (const int64_t rows : kSizes) points.emplace_back(rows, 1e9);
@@ -295,7 +292,7 @@ void Engine::measure_costs() {
   int64_t token = 0;
   const Clock clock;
   for (int sweep = 0; sweep < kWarmUp + kSweeps; ++sweep) {
-    if (sweep > kWarmUp && clock.ms() > kEnoughMs) break;
+    if (sweep > kWarmUp && agreed(clock.ms()) > kEnoughMs) break;
     for (auto& [rows, best] : points) {
       batch_->clear();
       batch_->begin_sequence(context, block_table(spare_slot()));

@@ -13,33 +13,37 @@ constexpr int64_t kBlockSize = 64;
 constexpr int64_t kMaxContext = int64_t{1} << 24;
 // The rows of a chunk all see each other, so what a pass keeps of that grows with the square.
 constexpr int64_t kMaxChunk = 4096;
-// Rows of logits held at once.
-constexpr int64_t kLogitRows = 128;
 // Rows of features kept for a drafter that has not been asked; a request that never drafts is
 // spared their cost.
 constexpr int64_t kPendingRows = 1024;
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) {
+Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std::string& device,
+               int num_threads, RankGroup* group)
+    : group_(group) {
   KDT_CHECK_ARGUMENT(options.max_num_seqs >= 1 && options.max_num_seqs <= 1024, "max_num_seqs is ",
                      options.max_num_seqs, "; want 1 to 1024");
   KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= kMaxChunk,
                      "prefill_chunk_size is ", options.prefill_chunk_size, "; want 1 to ",
                      kMaxChunk);
-  KDT_CHECK_ARGUMENT(std::isfinite(options.latent_rms_norm_eps) &&
-                         options.latent_rms_norm_eps >= 0 && options.latent_rms_norm_eps < 1,
-                     "latent_rms_norm_eps is ", options.latent_rms_norm_eps,
-                     "; want 0 (as the checkpoint says) to 1");
   KDT_CHECK_ARGUMENT(options.max_model_len >= 0 && options.max_model_len <= kMaxContext,
                      "max_model_len is ", options.max_model_len, "; want 0 (the checkpoint's) to ",
                      kMaxContext);
-  backend_ = make_backend(options.device, options.num_threads);
-  load(options);
+  backend_ = make_backend(device, num_threads);
+  if (group_ != nullptr) {
+    shard_ = {group_->rank(), group_->size(), options.expert_parallel};
+    communicator_ = backend_->make_communicator(*group_);
+  }
+  load(options, checkpoints);
 
   batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, max_num_seqs_, blocks_per_slot_);
-  logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, config_.vocab_size});
-  token_out_ = backend_->allocate(DType::kInt32, {kLogitRows});
+  logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, target_->vocab_local()});
+  token_out_ = backend_->allocate(DType::kInt32, {2 * kLogitRows});
+  if (communicator_) {
+    gathered_ = backend_->allocate(
+        DType::kInt32, {shard_.size * kLogitRows * std::max<int64_t>(2, target_->vocab_local())});
+  }
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
   constexpr int64_t kMaxSlots = kMaxTreeBudget + 1;
   tree_ints_ = backend_->allocate(DType::kInt32,
@@ -54,18 +58,23 @@ Engine::Engine(const EngineOptions& options) {
   logprobs_ = backend_->allocate(DType::kFloat32, {(block - 1) * kMaxTreeBudget});
   candidate_ids_ = backend_->allocate(DType::kInt32, {(block - 1) * kMaxTreeBudget});
   draft_logits_ =
-      backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), config_.vocab_size});
+      backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), target_->vocab_local()});
   const int64_t width = target_->features(1).dim(1);
   const int64_t pending_rows = std::max(max_rows_, std::min(kPendingRows, max_model_len_));
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
     pending_features_.push_back(backend_->allocate(DType::kFloat32, {pending_rows, width}));
   }
+  if (communicator_) {
+    part_topk_ = backend_->allocate(DType::kInt32, {(block - 1) * (2 * kMaxTreeBudget + 1)});
+    const int64_t needed = shard_.size * part_topk_.tensor.numel();
+    if (gathered_.tensor.numel() < needed)
+      gathered_ = backend_->allocate(DType::kInt32, {needed});
+  }
   measure_costs();
 }
 
-void Engine::load(const EngineOptions& options) {
-  config_ = load_model_config(options.model);
-  if (options.latent_rms_norm_eps > 0) config_.latent_rms_norm_eps = options.latent_rms_norm_eps;
+void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
+  config_ = checkpoints.config;
   max_num_seqs_ = options.max_num_seqs;
   chunk_size_ = options.prefill_chunk_size;
   max_model_len_ =
@@ -80,31 +89,14 @@ void Engine::load(const EngineOptions& options) {
   // A tree's rows follow the committed ones, whatever their positions.
   blocks_per_slot_ = (max_model_len_ + kMaxTreeBudget + kBlockSize) / kBlockSize;
 
-  const SafetensorsFolder folder(options.model);
-  std::unique_ptr<SafetensorsFolder> draft_folder;
-  DraftConfig draft_config;
-  if (!options.drafter.empty()) {
-    draft_config = load_draft_config(options.drafter);
-    const std::string where = options.drafter + "/config.json";
-    check_draft_config(draft_config, config_, where);
-    KDT_CHECK(
-        draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget,
-        where, ": block_size is ", draft_config.block_size, "; this engine takes at most ",
-        kMaxTreeDepth + 1);
-    draft_folder = std::make_unique<SafetensorsFolder>(options.drafter);
-    draft_config.tensor_prefix = find_draft_prefix(*draft_folder);
-  }
-
   // One bar for both: the drafter's bytes follow the target's.
-  const auto target_bytes = static_cast<int64_t>(folder.total_bytes());
-  const int64_t all_bytes =
-      target_bytes + (draft_folder ? static_cast<int64_t>(draft_folder->total_bytes()) : 0);
+  model_bytes_ = checkpoints.all_bytes();
   const auto progress_from = [&](int64_t begin) -> LoadProgress {
-    if (!options.progress) return nullptr;
-    return [&, begin](int64_t done, int64_t) { options.progress(begin + done, all_bytes); };
+    if (!options.progress || shard_.rank != 0) return nullptr;
+    return [&, begin](int64_t done, int64_t) { options.progress(begin + done, model_bytes_); };
   };
-  target_ = std::make_unique<TargetModel>(*backend_, config_, folder, max_rows_, max_model_len_,
-                                          draft_config.target_layer_ids, progress_from(0));
+  const Ranks ranks{*backend_, shard_, communicator_.get()};
+  const DraftConfig& draft_config = checkpoints.draft_config;
   const int64_t num_blocks = (max_num_seqs_ + 1) * blocks_per_slot_;
   const auto make_cache = [&](const auto& model) {
     try {
@@ -115,15 +107,17 @@ void Engine::load(const EngineOptions& options) {
                        ": set a smaller max_model_len or max_num_seqs"));
     }
   };
+  target_ = std::make_unique<TargetModel>(ranks, config_, *checkpoints.folder, max_rows_,
+                                          max_model_len_, draft_config.target_layer_ids);
+  load_checkpoint(*target_->take_plan(), progress_from(0));
   target_cache_ = make_cache(*target_);
-  if (draft_folder) {
-    draft_ = std::make_unique<DraftModel>(*backend_, draft_config, *draft_folder, max_rows_,
-                                          max_num_seqs_, max_model_len_ + draft_config.block_size,
-                                          progress_from(target_bytes));
+  if (checkpoints.draft_folder) {
+    draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_folder, max_rows_,
+                                          max_num_seqs_, max_model_len_ + draft_config.block_size);
+    load_checkpoint(*draft_->take_plan(), progress_from(checkpoints.target_bytes()));
     draft_cache_ = make_cache(*draft_);
   }
-  if (options.progress) options.progress(all_bytes, all_bytes);
-  model_bytes_ = all_bytes;
+  if (options.progress && shard_.rank == 0) options.progress(model_bytes_, model_bytes_);
 }
 
 std::vector<int32_t> Engine::block_table(int64_t slot) const {
@@ -207,25 +201,6 @@ int64_t Engine::add_request(const std::vector<int64_t>& prompt_token_ids,
   return next_id_ - 1;
 }
 
-std::vector<StepOutput> Engine::generate(const std::vector<int64_t>& prompt_token_ids,
-                                         const RequestOptions& options,
-                                         const std::function<void()>& after_step) {
-  const int64_t id = add_request(prompt_token_ids, options);
-  std::vector<StepOutput> mine;
-  try {
-    while (mine.empty() || !mine.back().finished) {
-      for (StepOutput& output : step()) {
-        if (output.request_id == id) mine.push_back(std::move(output));
-      }
-      if (after_step) after_step();
-    }
-  } catch (...) {
-    abort(id);
-    throw;
-  }
-  return mine;
-}
-
 bool Engine::abort(int64_t request_id) {
   const auto same_id = [&](const auto& request) { return request->id == request_id; };
   if (const auto found = std::find_if(waiting_.begin(), waiting_.end(), same_id);
@@ -284,19 +259,6 @@ std::vector<StepOutput> Engine::step() {
   return outputs;
 }
 
-std::vector<int32_t> Engine::next_tokens(int64_t begin, int64_t count) {
-  std::vector<int32_t> tokens(count);
-  for (int64_t row = 0; row < count; row += kLogitRows) {
-    const int64_t rows = std::min(kLogitRows, count - row);
-    const Tensor logits = logits_.tensor.rows(0, rows);
-    const Tensor ids = token_out_.tensor.rows(0, rows);
-    target_->lm_head(target_->hidden(begin + row + rows).rows(begin + row, rows), logits);
-    backend_->argmax(logits, ids);
-    backend_->download(tokens.data() + row, ids);
-  }
-  return tokens;
-}
-
 void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens,
                            StepOutput& output) {
   const auto has = [](const std::vector<int64_t>& ids, int32_t id) {
@@ -350,16 +312,6 @@ void Engine::prefill(Request& request, StepOutput& output) {
   }
   output.verify_ms = clock.ms();
   stats_.prefill_ms += output.verify_ms;
-}
-
-void Engine::append_logits(int64_t num_rows, std::vector<float>& out) {
-  for (int64_t row = 0; row < num_rows; row += kLogitRows) {
-    const int64_t rows = std::min(kLogitRows, num_rows - row);
-    const Tensor logits = logits_.tensor.rows(0, rows);
-    target_->lm_head(target_->hidden(row + rows).rows(row, rows), logits);
-    out.resize(out.size() + logits.numel());
-    backend_->download(out.data() + out.size() - logits.numel(), logits);
-  }
 }
 
 void Engine::prefill_spare(const char* name, const std::vector<int64_t>& token_ids,

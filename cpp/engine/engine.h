@@ -2,13 +2,13 @@
 #pragma once
 
 #include <deque>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "backend/backend.h"
 #include "engine/auto_budget.h"
+#include "engine/checkpoints.h"
 #include "engine/request.h"
 #include "model/draft_model.h"
 #include "model/row_batch.h"
@@ -16,28 +16,20 @@
 
 namespace kdt {
 
-struct EngineOptions {
-  std::string model;    // checkpoint folder
-  std::string drafter;  // checkpoint folder; "": none
-  std::string device = "cpu";
-  int num_threads = 0;        // 0: one a core
-  int64_t max_model_len = 0;  // 0: the checkpoint's max_position_embeddings
-  int64_t max_num_seqs = 8;
-  int64_t prefill_chunk_size = 256;
-  double latent_rms_norm_eps = 0;  // 0: as the checkpoint says
-  LoadProgress progress;
-};
-
 struct EngineStats {
   int64_t target_forwards = 0, draft_forwards = 0, generated_tokens = 0, prefill_tokens = 0;
   double prefill_ms = 0, draft_ms = 0, build_ms = 0, verify_ms = 0, commit_ms = 0;
 };
 
-// Not for use by several threads at once.
+// One rank's engine: its back end and its part of the models. All ranks of a group make the same
+// calls in the same order and decide alike, from values that are the same on all; what depends on a
+// clock is rank 0's. Not for use by several threads at once.
 class Engine {
  public:
-  // Throws Error for files and std::invalid_argument for options, naming the field and the value.
-  explicit Engine(const EngineOptions& options);
+  // `group` is null for one rank alone. Throws Error for files and std::invalid_argument for
+  // options, naming the field and the value.
+  Engine(const EngineOptions& options, Checkpoints& checkpoints, const std::string& device,
+         int num_threads, RankGroup* group);
 
   // Returns the request's id. Throws std::invalid_argument for an empty prompt, one longer than
   // max_model_len, an id outside the vocabulary or a bad option; then nothing has changed.
@@ -45,12 +37,6 @@ class Engine {
   // One round for every active request: a chunk of its prompt, or draft, build, verify, accept and
   // commit.
   std::vector<StepOutput> step();
-  // Adds a request and steps until it has ended; what the rounds did for it. Others advance too,
-  // and what the rounds did for them is lost to the caller. `after_step` may throw: that ends the
-  // request.
-  std::vector<StepOutput> generate(const std::vector<int64_t>& prompt_token_ids,
-                                   const RequestOptions& options,
-                                   const std::function<void()>& after_step = nullptr);
   bool has_unfinished() const { return !waiting_.empty() || !active_.empty() || !ended_.empty(); }
   // Ends a request at once. False when there is none of that id.
   bool abort(int64_t request_id);
@@ -77,7 +63,10 @@ class Engine {
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
 
  private:
-  void load(const EngineOptions& options);
+  // Rows of logits held at once.
+  static constexpr int64_t kLogitRows = 128;
+
+  void load(const EngineOptions& options, Checkpoints& checkpoints);
   Method checked_method(const RequestOptions& options) const;
   void check_token_ids(const char* name, const std::vector<int64_t>& token_ids) const;
   // Blocks of a slot's part of the caches; the last slot is for passes outside of any request.
@@ -102,14 +91,22 @@ class Engine {
   void keep_features(Request& request, const std::vector<int32_t>& rows);
   void extend_context(Request& request);
   void measure_costs();
+  // Rank 0's.
+  double agreed(double ms);
   // The target's next tokens after the pass's rows [begin, begin + count).
   std::vector<int32_t> next_tokens(int64_t begin, int64_t count);
   void append_logits(int64_t num_rows, std::vector<float>& out);
+  // The `width` most probable tokens of each row of drafted logits.
+  void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
+                         const Tensor& ids);
   // Caches the tokens in the spare slot; their logits go to the end of `logits` unless it is null.
   void prefill_spare(const char* name, const std::vector<int64_t>& token_ids,
                      std::vector<float>* logits);
 
   std::unique_ptr<Backend> backend_;
+  RankGroup* group_;
+  std::unique_ptr<Communicator> communicator_;  // null: one rank
+  Shard shard_;
   ModelConfig config_;
   int64_t max_model_len_ = 0, max_num_seqs_ = 0, chunk_size_ = 0, max_rows_ = 0,
           blocks_per_slot_ = 0, model_bytes_ = 0;
@@ -118,6 +115,7 @@ class Engine {
   std::unique_ptr<KvCache> target_cache_, draft_cache_;
   std::unique_ptr<RowBatch> batch_, draft_batch_, context_batch_;
   Buffer logits_, token_out_, draft_logits_, row_indices_;
+  Buffer part_topk_, gathered_;  // of this rank and of all, when there are several
   // Of one request's tree at a time, at the largest budget. What goes together to or from the
   // device lies side by side in tree_ints_.
   Buffer logprobs_, candidate_ids_, tree_ints_, tree_logw_;

@@ -7,51 +7,60 @@
 
 namespace kdt {
 
-DraftModel::DraftModel(Backend& backend, const DraftConfig& config, const SafetensorsFolder& folder,
-                       int64_t max_context_rows, int64_t max_sequences, int64_t max_positions,
-                       const LoadProgress& progress)
-    : backend_(backend), config_(config) {
+DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config,
+                       const SafetensorsFolder& folder, int64_t max_context_rows,
+                       int64_t max_sequences, int64_t max_positions)
+    : ranks_(ranks), backend_(ranks.backend), config_(config) {
   const DraftConfig& c = config_;
-  WeightReader reader(folder, draft_weight_specs(c), backend, progress);
+  check_shard(c, ranks.shard);
+  Backend& backend = backend_;
+  plan_ = std::make_unique<LoadPlan>(backend, folder, draft_weight_specs(c), ranks.shard);
+  const std::string& p = c.tensor_prefix;
+  plan_->linear({p + "fc"}, &fc_);
+  plan_->vector(p + "hidden_norm.weight", &hidden_norm_);
+  plan_->vector(p + "norm.weight", &norm_);
+  layers_.resize(c.num_hidden_layers);
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
+    const std::string name = p + "layers." + std::to_string(l) + ".";
+    const std::string attention = name + "self_attn.";
+    Layer& layer = layers_[l];
+    plan_->vector(name + "input_layernorm.weight", &layer.input_layernorm);
+    plan_->vector(name + "post_attention_layernorm.weight", &layer.post_attention_layernorm);
+    plan_->vector(attention + "q_norm.weight", &layer.q_norm);
+    plan_->vector(attention + "k_norm.weight", &layer.k_norm);
+    plan_->linear({attention + "q_proj"}, &layer.q_proj);
+    plan_->linear({attention + "k_proj", attention + "v_proj"}, &layer.kv_proj);
+    plan_->linear({attention + "o_proj"}, &layer.o_proj);
+    plan_->linear({name + "mlp.gate_proj", name + "mlp.up_proj"}, &layer.gate_up);
+    plan_->linear({name + "mlp.down_proj"}, &layer.down);
+  }
+  const std::string attention = p + "layers.0.self_attn.";
+  heads_ = plan_->spec(attention + "q_proj").slice_count(ranks.shard) / c.head_dim;
+  kv_heads_ = plan_->spec(attention + "k_proj").slice_count(ranks.shard) / c.head_dim;
+  feature_begin_ = plan_->spec(p + "fc").slice_begin(ranks.shard);
+  feature_count_ = plan_->spec(p + "fc").slice_count(ranks.shard);
+  const int64_t intermediate = ranks.shard.count(c.intermediate_size);
+
   const std::vector<float> table = rope_table(c.rope, c.head_dim, max_positions);
   rope_memory_ = backend.allocate(DType::kFloat32, {max_positions, c.head_dim});
   backend.upload(rope_memory_.tensor, table.data());
   rope_ = {.cos_sin = rope_memory_.tensor, .interleaved = false};
 
-  const std::string& p = c.tensor_prefix;
-  fc_ = reader.linear({p + "fc"});
-  hidden_norm_ = reader.vector(p + "hidden_norm.weight");
-  norm_ = reader.vector(p + "norm.weight");
-  for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
-    const std::string name = p + "layers." + std::to_string(l) + ".";
-    const std::string attention = name + "self_attn.";
-    Layer layer;
-    layer.input_layernorm = reader.vector(name + "input_layernorm.weight");
-    layer.post_attention_layernorm = reader.vector(name + "post_attention_layernorm.weight");
-    layer.q_norm = reader.vector(attention + "q_norm.weight");
-    layer.k_norm = reader.vector(attention + "k_norm.weight");
-    layer.q_proj = reader.linear({attention + "q_proj"});
-    layer.kv_proj = reader.linear({attention + "k_proj", attention + "v_proj"});
-    layer.o_proj = reader.linear({attention + "o_proj"});
-    layer.gate_up = reader.linear({name + "mlp.gate_proj", name + "mlp.up_proj"});
-    layer.down = reader.linear({name + "mlp.down_proj"});
-    layers_.push_back(std::move(layer));
-  }
-
   const int64_t block_rows = max_sequences * c.block_size;
   const auto matrix = [&](int64_t rows, int64_t width) {
     return backend.allocate(DType::kFloat32, {rows, width});
   };
+  if (ranks.shard.size > 1) features_ = matrix(max_context_rows, feature_count_);
   context_ = matrix(max_context_rows, c.hidden_size);
   context_normed_ = matrix(max_context_rows, c.hidden_size);
-  kv_ = matrix(std::max(max_context_rows, block_rows), 2 * c.num_key_value_heads * c.head_dim);
+  kv_ = matrix(std::max(max_context_rows, block_rows), 2 * kv_heads_ * c.head_dim);
   residual_ = matrix(block_rows, c.hidden_size);
   x_ = matrix(block_rows, c.hidden_size);
   delta_ = matrix(block_rows, c.hidden_size);
-  q_ = backend.allocate(DType::kFloat32, {block_rows, c.num_attention_heads, c.head_dim});
-  attended_ = backend.allocate(DType::kFloat32, {block_rows, c.num_attention_heads, c.head_dim});
-  gate_up_ = matrix(block_rows, 2 * c.intermediate_size);
-  activated_ = matrix(block_rows, c.intermediate_size);
+  q_ = backend.allocate(DType::kFloat32, {block_rows, heads_, c.head_dim});
+  attended_ = backend.allocate(DType::kFloat32, {block_rows, heads_, c.head_dim});
+  gate_up_ = matrix(block_rows, 2 * intermediate);
+  activated_ = matrix(block_rows, intermediate);
 
   drafted_rows_ = backend.allocate(DType::kInt32, {block_rows});
   drafted_ = matrix(block_rows, c.hidden_size);
@@ -59,7 +68,7 @@ DraftModel::DraftModel(Backend& backend, const DraftConfig& config, const Safete
 
 std::unique_ptr<KvCache> DraftModel::make_cache(int64_t num_blocks, int64_t block_size) const {
   return backend_.make_gqa_cache(config_.num_hidden_layers, num_blocks, block_size,
-                                 config_.num_key_value_heads, config_.head_dim);
+                                 kv_heads_, config_.head_dim);
 }
 
 void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache) {
@@ -68,7 +77,14 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
   const Tensor context = context_.tensor.rows(0, rows);
   const Tensor normed = context_normed_.tensor.rows(0, rows);
   const Tensor kv = kv_.tensor.rows(0, rows);
-  backend_.linear(features, *fc_, context);
+  // fc is cut by its input columns.
+  Tensor mine = features;
+  if (features_.memory) {
+    mine = features_.tensor.rows(0, rows);
+    backend_.copy_columns(features, feature_begin_, mine, 0, feature_count_);
+  }
+  backend_.linear(mine, *fc_, context);
+  ranks_.all_reduce(context);
   backend_.rms_norm({.x = context, .weight = hidden_norm_.tensor, .out = normed, .eps = eps});
   for (int64_t l = 0; l < config_.num_hidden_layers; ++l) {
     // The context enters every layer as it is: no input norm, no residual.
@@ -100,7 +116,7 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
   const Tensor gate_up = gate_up_.tensor.rows(0, rows);
   const Tensor activated = activated_.tensor.rows(0, rows);
 
-  backend_.embed(target.embed_tokens(), batch.token_ids(), residual);
+  target.embed(batch.token_ids(), residual);
   backend_.rms_norm(
       {.x = residual, .weight = layers_[0].input_layernorm.tensor, .out = x, .eps = eps});
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
@@ -129,13 +145,13 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
                             .rows = batch.rows(),
                             .out = attended});
     backend_.linear(attended, *layer.o_proj, delta);
-    backend_.add_rms_norm(residual, delta, layer.post_attention_layernorm.tensor, eps, x);
+    ranks_.add_rms_norm(residual, delta, layer.post_attention_layernorm.tensor, eps, x);
     backend_.linear(x, *layer.gate_up, gate_up);
     backend_.silu_mul(gate_up, activated);
     backend_.linear(activated, *layer.down, delta);
     const Tensor& next_norm =
         l + 1 < c.num_hidden_layers ? layers_[l + 1].input_layernorm.tensor : norm_.tensor;
-    backend_.add_rms_norm(residual, delta, next_norm, eps, x);
+    ranks_.add_rms_norm(residual, delta, next_norm, eps, x);
   }
   // Every row of a block but the first predicts a token.
   std::vector<int32_t> drafted;

@@ -7,18 +7,22 @@
 
 #include "backend/backend.h"
 #include "model/config.h"
+#include "model/load_plan.h"
+#include "model/ranks.h"
 #include "model/row_batch.h"
 #include "model/target_model.h"
-#include "model/weights.h"
 
 namespace kdt {
 
 class DraftModel {
  public:
   // `max_context_rows`: most rows of one extend_context; `max_sequences`: most blocks of one draft.
-  DraftModel(Backend& backend, const DraftConfig& config, const SafetensorsFolder& folder,
-             int64_t max_context_rows, int64_t max_sequences, int64_t max_positions,
-             const LoadProgress& progress);
+  // Throws as TargetModel does.
+  DraftModel(const Ranks& ranks, const DraftConfig& config, const SafetensorsFolder& folder,
+             int64_t max_context_rows, int64_t max_sequences, int64_t max_positions);
+
+  // As TargetModel's.
+  std::unique_ptr<LoadPlan> take_plan() { return std::move(plan_); }
 
   std::unique_ptr<KvCache> make_cache(int64_t num_blocks, int64_t block_size) const;
 
@@ -27,8 +31,8 @@ class DraftModel {
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
   // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens)
-  // over the cached context. logits [sequences * depth, vocab_size]: row j of a sequence is for the
-  // position j + 1 past its root; depth is 1 to block_size - 1.
+  // over the cached context. logits [sequences * depth, target's vocab_local()]: row j of a sequence
+  // is for the position j + 1 past its root; depth is 1 to block_size - 1.
   void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
              const Tensor& logits);
 
@@ -40,14 +44,18 @@ class DraftModel {
     std::unique_ptr<LinearWeight> q_proj, kv_proj, o_proj, gate_up, down;
   };
 
+  const Ranks ranks_;
   Backend& backend_;
   DraftConfig config_;
+  std::unique_ptr<LoadPlan> plan_;
+  // This rank's.
+  int64_t heads_ = 0, kv_heads_ = 0, feature_begin_ = 0, feature_count_ = 0;
   RopeTable rope_;
   Buffer rope_memory_, hidden_norm_, norm_;
   std::unique_ptr<LinearWeight> fc_;
   std::vector<Layer> layers_;
   // Activations, [rows, ...].
-  Buffer context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_, activated_,
+  Buffer features_, context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_, activated_,
       drafted_rows_, drafted_;
 };
 

@@ -7,18 +7,23 @@
 
 #include "backend/backend.h"
 #include "model/config.h"
+#include "model/load_plan.h"
+#include "model/ranks.h"
 #include "model/row_batch.h"
-#include "model/weights.h"
 
 namespace kdt {
 
 class TargetModel {
  public:
   // `max_rows`: most rows of a forward pass; `max_positions`: positions the rope table covers;
-  // `tap_layers`: layers whose outputs a drafter wants, in its order.
-  TargetModel(Backend& backend, const ModelConfig& config, const SafetensorsFolder& folder,
-              int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers,
-              const LoadProgress& progress);
+  // `tap_layers`: layers whose outputs a drafter wants, in its order. Throws Error when the folder
+  // breaks the contract of its config.json, std::invalid_argument when the model cannot be cut into
+  // that many shards.
+  TargetModel(const Ranks& ranks, const ModelConfig& config, const SafetensorsFolder& folder,
+              int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers);
+
+  // The model has no weights until this, which refers to it, is loaded. To be called once.
+  std::unique_ptr<LoadPlan> take_plan() { return std::move(plan_); }
 
   std::unique_ptr<KvCache> make_cache(int64_t num_blocks, int64_t block_size) const;
 
@@ -29,9 +34,12 @@ class TargetModel {
   // [num_rows, taps * hidden_size]: the residual stream after each tap layer, side by side.
   Tensor features(int64_t num_rows) const { return features_.tensor.rows(0, num_rows); }
 
-  // x [n, hidden_size] -> logits [n, vocab_size]
+  // token_ids [n] -> out [n, hidden_size], the same on all ranks
+  void embed(const Tensor& token_ids, const Tensor& out);
+  // x [n, hidden_size] -> logits [n, vocab_local()], of this rank's part of the vocabulary
   void lm_head(const Tensor& x, const Tensor& logits) { backend_.linear(x, *lm_head_, logits); }
-  const Tensor& embed_tokens() const { return embed_tokens_.tensor; }
+  int64_t vocab_local() const { return ranks_.shard.count(config_.vocab_size); }
+  int64_t vocab_begin() const { return ranks_.shard.begin(config_.vocab_size); }
   const ModelConfig& config() const { return config_; }
 
  private:
@@ -50,16 +58,17 @@ class TargetModel {
     std::unique_ptr<ExpertsWeight> experts;
   };
 
-  void load_layer(WeightReader& reader, int64_t index);
-  std::unique_ptr<Mlp> load_mlp(WeightReader& reader, const std::string& name,
-                                int64_t intermediate_size);
+  void plan_layer(int64_t index);
+  void plan_mlp(const std::string& name, Mlp& mlp);
   void attention(const Layer& layer, int64_t index, const RowBatch& batch, KvCache& cache);
   void run_mlp(const Mlp& mlp, const Tensor& x, const Tensor& out);
   void run_experts(const Layer& layer, const Tensor& x, const Tensor& out);
 
+  const Ranks ranks_;
   Backend& backend_;
   ModelConfig config_;
   std::vector<int64_t> tap_layers_;
+  std::unique_ptr<LoadPlan> plan_;
   float softmax_scale_ = 1;
   RopeTable rope_;
   Buffer rope_memory_, embed_tokens_, norm_;

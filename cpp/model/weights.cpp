@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <set>
+
+#include "core/error.h"
 
 namespace kdt {
 namespace {
@@ -38,29 +39,43 @@ bool is_ignored(const WeightSpecs& specs, const std::string& name) {
          (name == ignored || (ignored.ends_with('.') && name.starts_with(ignored)));
 }
 
+// `num_units` 0: any rows.
+WeightSpec by_rows(WeightSpec::Kind kind, int64_t out, int64_t in, int64_t num_units = 0) {
+  return {kind, out, in, WeightSpec::Split::kRows, num_units == 0 ? out : num_units};
+}
+WeightSpec by_columns(int64_t out, int64_t in, int64_t num_units = 0) {
+  return {WeightSpec::Kind::kMatrix, out, in, WeightSpec::Split::kColumns,
+          num_units == 0 ? in : num_units};
+}
+
 void add_mlp(WeightSpecs& specs, const std::string& name, int64_t hidden_size,
              int64_t intermediate_size) {
   using Kind = WeightSpec::Kind;
-  specs[name + ".gate_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
-  specs[name + ".up_proj"] = {Kind::kMatrix, intermediate_size, hidden_size};
-  specs[name + ".down_proj"] = {Kind::kMatrix, hidden_size, intermediate_size};
-}
-
-std::vector<float> to_floats(const std::vector<uint8_t>& bytes, const std::string& dtype) {
-  std::vector<float> values(bytes.size() / (dtype == "BF16" ? 2 : 4));
-  if (dtype != "BF16") {
-    std::memcpy(values.data(), bytes.data(), bytes.size());
-    return values;
-  }
-  for (size_t i = 0; i < values.size(); ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, bytes.data() + 2 * i, sizeof(bits));
-    values[i] = bf16_to_float(bits);
-  }
-  return values;
+  specs[name + ".gate_proj"] = by_rows(Kind::kMatrix, intermediate_size, hidden_size);
+  specs[name + ".up_proj"] = by_rows(Kind::kMatrix, intermediate_size, hidden_size);
+  specs[name + ".down_proj"] = by_columns(hidden_size, intermediate_size);
 }
 
 }  // namespace
+
+int64_t WeightSpec::slice_count(const Shard& shard) const {
+  if (split == Split::kNone) return split_size();
+  const int64_t unit = split_size() / num_units;
+  return num_units % shard.size == 0 ? num_units / shard.size * unit : unit;
+}
+
+int64_t WeightSpec::slice_begin(const Shard& shard) const {
+  if (split == Split::kNone) return 0;
+  return shard.rank * num_units / shard.size * (split_size() / num_units);
+}
+
+int64_t WeightSpec::local_out(const Shard& shard) const {
+  return split == Split::kRows ? slice_count(shard) : out;
+}
+
+int64_t WeightSpec::local_in(const Shard& shard) const {
+  return split == Split::kColumns ? slice_count(shard) : in;
+}
 
 WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& folder) {
   using Kind = WeightSpec::Kind;
@@ -72,11 +87,11 @@ WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& f
             c.n_routed_experts, ", the files hold ", num_tensors, " tensors");
   WeightSpecs specs;
   const std::string& p = c.tensor_prefix;
-  specs[p + "embed_tokens"] = {Kind::kTable, c.vocab_size, c.hidden_size};
+  specs[p + "embed_tokens"] = by_rows(Kind::kTable, c.vocab_size, c.hidden_size);
   specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
   if (!c.tie_word_embeddings)
-    specs[c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))] = {Kind::kMatrix, c.vocab_size,
-                                                                  c.hidden_size};
+    specs[c.lm_head_name.substr(0, c.lm_head_name.rfind('.'))] =
+        by_rows(Kind::kMatrix, c.vocab_size, c.hidden_size);
   const int64_t q_out = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim);
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
     const std::string layer = p + "layers." + std::to_string(l) + ".";
@@ -86,18 +101,21 @@ WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& f
     if (c.q_lora_rank > 0) {
       specs[attention + "q_a_proj"] = {Kind::kMatrix, c.q_lora_rank, c.hidden_size};
       specs[attention + "q_a_layernorm.weight"] = {Kind::kVector, c.q_lora_rank};
-      specs[attention + "q_b_proj"] = {Kind::kMatrix, q_out, c.q_lora_rank};
+      specs[attention + "q_b_proj"] =
+          by_rows(Kind::kMatrix, q_out, c.q_lora_rank, c.num_attention_heads);
     } else {
-      specs[attention + "q_proj"] = {Kind::kMatrix, q_out, c.hidden_size};
+      specs[attention + "q_proj"] =
+          by_rows(Kind::kMatrix, q_out, c.hidden_size, c.num_attention_heads);
     }
     specs[attention + "kv_a_proj_with_mqa"] = {Kind::kMatrix, c.kv_lora_rank + c.qk_rope_head_dim,
                                                c.hidden_size};
     specs[attention + "kv_a_layernorm.weight"] = {Kind::kVector, c.kv_lora_rank};
     // Read by rows, because its halves serve on both sides of the attention.
-    specs[attention + "kv_b_proj"] = {
-        Kind::kTable, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank};
-    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size,
-                                   c.num_attention_heads * c.v_head_dim};
+    specs[attention + "kv_b_proj"] =
+        by_rows(Kind::kTable, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
+                c.kv_lora_rank, c.num_attention_heads);
+    specs[attention + "o_proj"] =
+        by_columns(c.hidden_size, c.num_attention_heads * c.v_head_dim, c.num_attention_heads);
     const std::string mlp = layer + "mlp";
     if (!c.is_moe_layer(l)) {
       add_mlp(specs, mlp, c.hidden_size, c.intermediate_size);
@@ -133,8 +151,8 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
   using Kind = WeightSpec::Kind;
   WeightSpecs specs;
   const std::string& p = c.tensor_prefix;
-  specs[p + "fc"] = {Kind::kMatrix, c.hidden_size,
-                     c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size())};
+  specs[p + "fc"] =
+      by_columns(c.hidden_size, c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size()));
   specs[p + "hidden_norm.weight"] = {Kind::kVector, c.hidden_size};
   specs[p + "norm.weight"] = {Kind::kVector, c.hidden_size};
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
@@ -142,14 +160,14 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
     const std::string attention = layer + "self_attn.";
     specs[layer + "input_layernorm.weight"] = {Kind::kVector, c.hidden_size};
     specs[layer + "post_attention_layernorm.weight"] = {Kind::kVector, c.hidden_size};
-    specs[attention + "q_proj"] = {Kind::kMatrix, c.num_attention_heads * c.head_dim,
-                                   c.hidden_size};
-    specs[attention + "k_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim,
-                                   c.hidden_size};
-    specs[attention + "v_proj"] = {Kind::kMatrix, c.num_key_value_heads * c.head_dim,
-                                   c.hidden_size};
-    specs[attention + "o_proj"] = {Kind::kMatrix, c.hidden_size,
-                                   c.num_attention_heads * c.head_dim};
+    specs[attention + "q_proj"] = by_rows(Kind::kMatrix, c.num_attention_heads * c.head_dim,
+                                          c.hidden_size, c.num_attention_heads);
+    for (const char* part : {"k_proj", "v_proj"}) {
+      specs[attention + part] = by_rows(Kind::kMatrix, c.num_key_value_heads * c.head_dim,
+                                        c.hidden_size, c.num_key_value_heads);
+    }
+    specs[attention + "o_proj"] = by_columns(c.hidden_size, c.num_attention_heads * c.head_dim,
+                                             c.num_attention_heads);
     specs[attention + "q_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "k_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "rotary_emb.inv_freq"] = {Kind::kIgnored};
@@ -231,91 +249,52 @@ std::string weight_shape_fault(const SafetensorsFolder& folder, const std::strin
   return tensor + ": holds " + shape_text(stated) + ", want " + shape_text(want);
 }
 
-WeightReader::WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
-                           LoadProgress progress)
-    : folder_(folder), specs_(std::move(specs)), backend_(backend), progress_(std::move(progress)) {
-  const WeightFaults faults = check_weights(specs_, folder_);
-  if (faults.count == 0) return;
-  constexpr size_t kNamed = 5;
-  std::string text;
-  for (size_t i = 0; i < faults.faults.size() && i < kNamed; ++i)
-    text += (i ? "; " : "") + faults.faults[i];
-  throw Error(join(folder_.folder(), ": ", faults.count, " tensors are not as config.json asks: ",
-                   text, faults.count > kNamed ? "; ..." : ""));
+namespace {
+
+void check_divides(const char* key, int64_t value, const Shard& shard) {
+  KDT_CHECK_ARGUMENT(value % shard.size == 0, "tensor_parallel_size is ", shard.size,
+                     ", which does not divide ", key, ", ", value);
 }
 
-const WeightSpec& WeightReader::spec(const std::string& name) const {
-  const auto found = specs_.find(name);
-  KDT_CHECK(found != specs_.end(), "weights: '", name, "' is not in the contract");
-  return found->second;
+// A slice of an int4 matrix' columns is made of whole groups.
+void check_groups(const char* key, int64_t value, int64_t group, const Shard& shard,
+                  const char* instead) {
+  check_divides(key, value, shard);
+  KDT_CHECK_ARGUMENT(group == 0 || value / shard.size % group == 0, "tensor_parallel_size is ",
+                     shard.size, ": a slice of ", key, " ", value, " would be ",
+                     value / shard.size, ", no multiple of the int4 group_size ", group, instead);
 }
 
-std::vector<uint8_t> WeightReader::read(const SafetensorsView& view) {
-  std::vector<uint8_t> bytes(view.bytes);
-  folder_.read(view, bytes.data());
-  const auto total = static_cast<int64_t>(folder_.total_bytes());
-  // A tied embedding is read twice.
-  done_bytes_ = std::min(total, done_bytes_ + static_cast<int64_t>(view.bytes));
-  if (progress_) progress_(done_bytes_, total);
-  return bytes;
-}
+}  // namespace
 
-DType WeightReader::dtype(const std::string& name) const {
-  return folder_.find(name + ".weight")->dtype == "BF16" ? DType::kBFloat16 : DType::kFloat32;
-}
-
-HostMatrix WeightReader::matrix(const std::string& name) {
-  const WeightSpec& s = spec(name);
-  const auto stage = [&](const SafetensorsView* view) {
-    return staged_.emplace_back(read(*view)).data();
-  };
-  HostMatrix matrix;
-  matrix.out_features = s.out;
-  matrix.in_features = s.in;
-  if (const SafetensorsView* packed = folder_.find(name + ".weight_packed")) {
-    const std::string fault = weight_shape_fault(folder_, name, s);
-    KDT_CHECK(fault.empty(), folder_.folder(), ": ", fault);
-    matrix.dtype = DType::kInt32;
-    matrix.data = stage(packed);
-    matrix.scale = stage(folder_.find(name + ".weight_scale"));
+void check_shard(const ModelConfig& c, const Shard& shard) {
+  if (shard.size == 1) return;
+  check_divides("num_attention_heads", c.num_attention_heads, shard);
+  check_divides("vocab_size", c.vocab_size, shard);
+  bool has_dense = false, has_moe = false;
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l)
+    (c.is_moe_layer(l) ? has_moe : has_dense) = true;
+  if (has_dense) check_divides("intermediate_size", c.intermediate_size, shard);
+  if (!has_moe) return;
+  check_divides("moe_intermediate_size * n_shared_experts",
+                c.moe_intermediate_size * c.n_shared_experts, shard);
+  if (shard.expert_parallel) {
+    check_divides("n_routed_experts", c.n_routed_experts, shard);
   } else {
-    const SafetensorsView* view = folder_.find(name + ".weight");
-    matrix.dtype = dtype(name);
-    matrix.data = stage(view);
+    check_groups("moe_intermediate_size", c.moe_intermediate_size, c.int4_group_size, shard,
+                 ": use fewer ranks, or expert_parallel");
   }
-  return matrix;
 }
 
-std::unique_ptr<LinearWeight> WeightReader::linear(const std::vector<std::string>& stacked) {
-  std::vector<HostMatrix> matrices;
-  for (const std::string& name : stacked) matrices.push_back(matrix(name));
-  auto weight = backend_.prepare_linear(matrices);
-  release();
-  return weight;
-}
-
-Buffer WeightReader::upload(const std::vector<float>& values) {
-  Buffer buffer = backend_.allocate(DType::kFloat32, {static_cast<int64_t>(values.size())});
-  backend_.upload(buffer.tensor, values.data());
-  return buffer;
-}
-
-Buffer WeightReader::vector(const std::string& name) {
-  const SafetensorsView* view = folder_.find(name);
-  return upload(to_floats(read(*view), view->dtype));
-}
-
-Buffer WeightReader::table(const std::string& name) {
-  const WeightSpec& s = spec(name);
-  const SafetensorsView* view = folder_.find(name + ".weight");
-  Buffer buffer = backend_.allocate(dtype(name), {s.out, s.in});
-  backend_.upload(buffer.tensor, read(*view).data());
-  return buffer;
-}
-
-std::vector<float> WeightReader::values(const std::string& name) {
-  const SafetensorsView* view = folder_.find(name + ".weight");
-  return to_floats(read(*view), view->dtype);
+void check_shard(const DraftConfig& c, const Shard& shard) {
+  if (shard.size == 1) return;
+  check_divides("the drafter's num_attention_heads", c.num_attention_heads, shard);
+  check_divides("the drafter's intermediate_size", c.intermediate_size, shard);
+  check_divides("the drafter's hidden_size", c.hidden_size, shard);
+  const int64_t kv = c.num_key_value_heads;
+  KDT_CHECK_ARGUMENT(kv % shard.size == 0 || shard.size % kv == 0, "tensor_parallel_size is ",
+                     shard.size, ", which neither divides nor is divided by the drafter's "
+                     "num_key_value_heads, ", kv);
 }
 
 }  // namespace kdt

@@ -1,15 +1,13 @@
 // What tensors a checkpoint must hold, and their way to the back end.
 #pragma once
 
-#include <functional>
-#include <list>
 #include <map>
 #include <string>
 #include <vector>
 
-#include "backend/backend.h"
 #include "io/safetensors.h"
 #include "model/config.h"
+#include "model/shard.h"
 
 namespace kdt {
 
@@ -21,10 +19,24 @@ struct WeightSpec {
     kVector,  // `name` [out] bf16 or f32
     kIgnored,  // `name`, or all that begins with it when it ends with a dot: not read
   };
+  // How a module is cut between ranks: into slices of its rows, or of its columns.
+  enum class Split { kNone, kRows, kColumns };
   Kind kind;
   int64_t out = 0;
   int64_t in = 0;
+  Split split = Split::kNone;
+  // Equal pieces of `split` that stay whole, such as heads. Fewer pieces than ranks, if they divide
+  // the ranks, are held by several.
+  int64_t num_units = 0;
   bool int4 = false;  // whether config.json allows int4
+
+  // Rows or columns of a rank.
+  int64_t split_size() const { return split == Split::kColumns ? in : out; }
+  int64_t slice_count(const Shard& shard) const;
+  int64_t slice_begin(const Shard& shard) const;
+  // Of the slice.
+  int64_t local_out(const Shard& shard) const;
+  int64_t local_in(const Shard& shard) const;
 };
 
 using WeightSpecs = std::map<std::string, WeightSpec>;
@@ -57,43 +69,9 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
 std::string weight_shape_fault(const SafetensorsFolder& folder, const std::string& name,
                                const WeightSpec& spec);
 
-// Called with the bytes handed over so far and the bytes in all.
-using LoadProgress = std::function<void(int64_t done, int64_t total)>;
-
-// Hands tensors to a back end by the names of the contract.
-class WeightReader {
- public:
-  // Throws Error with the first faults when the folder breaks the contract, unknown tensors
-  // included.
-  WeightReader(const SafetensorsFolder& folder, WeightSpecs specs, Backend& backend,
-               LoadProgress progress);
-
-  // Valid until release(). Throws Error when its weight_shape says otherwise.
-  HostMatrix matrix(const std::string& name);
-  // Frees what matrix() has read.
-  void release() { staged_.clear(); }
-  std::unique_ptr<LinearWeight> linear(const std::vector<std::string>& stacked);
-  // f32 [n] on the back end.
-  Buffer vector(const std::string& name);
-  // [out, in] on the back end in the checkpoint's dtype.
-  Buffer table(const std::string& name);
-  // Of a module that is not int4: bf16 or f32.
-  DType dtype(const std::string& name) const;
-  // bf16 or f32 rows of a matrix as f32, on the host.
-  std::vector<float> values(const std::string& name);
-  // f32 values of the host as a [n] tensor of the back end.
-  Buffer upload(const std::vector<float>& values);
-
- private:
-  const WeightSpec& spec(const std::string& name) const;
-  std::vector<uint8_t> read(const SafetensorsView& view);
-
-  const SafetensorsFolder& folder_;
-  WeightSpecs specs_;
-  Backend& backend_;
-  LoadProgress progress_;
-  int64_t done_bytes_ = 0;
-  std::list<std::vector<uint8_t>> staged_;
-};
+// Throws std::invalid_argument when the modules cannot be cut into that many slices, naming the key
+// of config.json.
+void check_shard(const ModelConfig& config, const Shard& shard);
+void check_shard(const DraftConfig& config, const Shard& shard);
 
 }  // namespace kdt

@@ -91,6 +91,9 @@ class Engine:
         max_num_seqs: int = 8,
         prefill_chunk_size: int = 256,
         latent_rms_norm_eps: float = 0.0,  # 0: as the checkpoint says
+        tensor_parallel_size: int = 1,  # ranks, each a thread with its part of the models
+        expert_parallel: bool = False,  # whole experts a rank instead of a slice of each
+        timeout_s: float = 600.0,  # how long a rank waits for the others
         progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
     def add_request(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> int:

@@ -11,10 +11,12 @@ class Drafter {
   Drafter(Target& target, const std::string& preset)
       : target_(target),
         files_(preset_folder(preset) + "/drafter"),
-        model_(target.backend(), load_draft_config(preset_folder(preset) + "/drafter"), files_, 64,
-               4, 256, {}),
+        model_({target.backend()}, load_draft_config(preset_folder(preset) + "/drafter"), files_,
+               64, 4, 256),
         batch_(target.backend(), 64, 4, 8),
-        cache_(model_.make_cache(32, 32)) {}
+        cache_(model_.make_cache(32, 32)) {
+    load_checkpoint(*model_.take_plan(), {});
+  }
 
   const DraftConfig& config() const { return model_.config(); }
 

@@ -56,10 +56,12 @@ class Target {
   Target(Backend& on, const std::string& preset, std::vector<int64_t> taps = {})
       : on_(on),
         files_(preset_folder(preset)),
-        model_(on, load_model_config(preset_folder(preset)), files_, kMaxRows, 300, std::move(taps),
-               {}),
+        model_({on}, load_model_config(preset_folder(preset)), files_, kMaxRows, 300,
+               std::move(taps)),
         batch_(on, kMaxRows, 4, 8),
-        cache_(model_.make_cache(32, 32)) {}
+        cache_(model_.make_cache(32, 32)) {
+    load_checkpoint(*model_.take_plan(), {});
+  }
 
   TargetModel& model() { return model_; }
   KvCache& cache() { return *cache_; }

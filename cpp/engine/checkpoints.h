@@ -1,0 +1,45 @@
+// What the ranks of a process read of the checkpoints, once for all.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "io/safetensors.h"
+#include "model/config.h"
+#include "model/load_plan.h"
+
+namespace kdt {
+
+struct EngineOptions {
+  std::string model;    // checkpoint folder
+  std::string drafter;  // checkpoint folder; "": none
+  // As make_backend takes it. Of several ranks "cuda" means "cuda:R" for rank R; a list such as
+  // "cuda:0,cuda:0" names each rank's.
+  std::string device = "cpu";
+  int num_threads = 0;        // of all ranks; 0: one a core
+  int64_t max_model_len = 0;  // 0: the checkpoint's max_position_embeddings
+  int64_t max_num_seqs = 8;
+  int64_t prefill_chunk_size = 256;
+  double latent_rms_norm_eps = 0;  // 0: as the checkpoint says
+  int tensor_parallel_size = 1;
+  bool expert_parallel = false;  // whole experts a rank instead of a slice of each
+  double timeout_s = 600;        // how long a rank waits for the others
+  LoadProgress progress;
+};
+
+struct Checkpoints {
+  // Throws Error for files and std::invalid_argument for options, naming the field and the value.
+  explicit Checkpoints(const EngineOptions& options);
+
+  ModelConfig config;
+  std::unique_ptr<SafetensorsFolder> folder;
+  DraftConfig draft_config;
+  std::unique_ptr<SafetensorsFolder> draft_folder;  // null: no drafter
+
+  int64_t target_bytes() const { return static_cast<int64_t>(folder->total_bytes()); }
+  int64_t all_bytes() const {
+    return target_bytes() + (draft_folder ? static_cast<int64_t>(draft_folder->total_bytes()) : 0);
+  }
+};
+
+}  // namespace kdt
