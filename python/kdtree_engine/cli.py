@@ -68,6 +68,8 @@ def generate(
     max_model_len: common.MaxModelLen = 0,
     num_threads: common.NumThreads = 0,
     device: common.Device = "auto",
+    tensor_parallel_size: common.TensorParallelSize = 1,
+    expert_parallel: common.ExpertParallel = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -105,6 +107,8 @@ def generate(
         device=device,
         num_threads=num_threads,
         max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
     )
     terminal = sys.stdout.isatty() and not as_json
     with common.start(llm, text, chat, system, params) as stream:
@@ -178,6 +182,8 @@ def tree(
     chat: common.Chat = False,
     num_threads: common.NumThreads = 0,
     device: common.Device = "auto",
+    tensor_parallel_size: common.TensorParallelSize = 1,
+    expert_parallel: common.ExpertParallel = False,
 ) -> None:
     """Draw the draft tree of the next round and the path the target accepts.
 
@@ -199,7 +205,14 @@ def tree(
     speculative = common.speculative_options(
         draft_model, "ddtree", tree_budget, tree_topk, draft_temperature
     )
-    llm = common.load(model, speculative, device=device, num_threads=num_threads)
+    llm = common.load(
+        model,
+        speculative,
+        device=device,
+        num_threads=num_threads,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
+    )
     params = SamplingParams(max_tokens=None)
     drawn = None
     with common.start(llm, text, chat, None, params) as stream:

@@ -225,6 +225,8 @@ def bench(
     ] = 128,
     num_threads: common.NumThreads = 0,
     device: common.Device = "auto",
+    tensor_parallel_size: common.TensorParallelSize = 1,
+    expert_parallel: common.ExpertParallel = False,
     arithmetic: Annotated[
         bool,
         typer.Option("--arithmetic", help="Compare plain decoding with the machine's ceilings."),
@@ -260,7 +262,14 @@ def bench(
     listed = read_prompts(prompts or folder / PROMPTS_FILE)
     listed = listed[:limit] if limit else listed
     speculative = common.speculative_options(draft_model, None if len(settings) > 1 else "none")
-    llm = common.load(model, speculative, device=device, num_threads=num_threads)
+    llm = common.load(
+        model,
+        speculative,
+        device=device,
+        num_threads=num_threads,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
+    )
     used = str(llm.stats()["device"])
     if arithmetic and used != "cpu":
         raise OptionError(

@@ -47,6 +47,8 @@ def chat(
     max_model_len: common.MaxModelLen = 0,
     num_threads: common.NumThreads = 0,
     device: common.Device = "auto",
+    tensor_parallel_size: common.TensorParallelSize = 1,
+    expert_parallel: common.ExpertParallel = False,
 ) -> None:
     """Talk with a model.
 
@@ -70,7 +72,13 @@ def chat(
     if sys.stdin is None:
         raise common.OptionError("standard input is closed: there is nobody to talk with")
     llm = common.load(
-        model, speculative, device=device, num_threads=num_threads, max_model_len=max_model_len
+        model,
+        speculative,
+        device=device,
+        num_threads=num_threads,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
     )
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(llm, params, system, variables, terminal)

@@ -37,8 +37,17 @@ Device = Annotated[
     str,
     typer.Option(
         help="Where to compute: auto (a GPU if there is one and no --num-threads, else the CPU), "
-        "cpu, cuda, cuda:N, or check:A,B (both, compared op by op)."
+        "cpu, cuda, cuda:N, or check:A,B (both, compared op by op). With --tp: cuda is a GPU for "
+        "each rank; cuda:0,cuda:0 and the like name them."
     ),
+]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option("--tensor-parallel-size", "--tp", metavar="N", help="Ranks that share the model."),
+]
+ExpertParallel = Annotated[
+    bool,
+    typer.Option("--expert-parallel", help="Whole experts a rank instead of a slice of each."),
 ]
 NumThreads = Annotated[
     int,
@@ -73,7 +82,8 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model'
 
 _OPTION_NAMES = re.compile(
     r"^(?:speculative_config: )?"
-    r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device)"
+    r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device|"
+    r"tensor_parallel_size|expert_parallel)"
     r"(?= (?:is|must|has) )"
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}

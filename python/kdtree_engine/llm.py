@@ -34,6 +34,7 @@ ENGINE_LIMITS = {
     "max_model_len": (0, 1 << 24),
     "max_num_seqs": (1, 1024),
     "prefill_chunk_size": (1, 4096),
+    "tensor_parallel_size": (1, 64),
 }
 
 
@@ -64,6 +65,12 @@ class LLM:
     first op whose results differ by more than rounding. `num_threads`: of the CPU, 0 for one a
     core. `max_model_len`: most tokens of prompt and text, None or 0 for the model's own.
 
+    `tensor_parallel_size`: ranks that share the model, each a thread with its slices of every
+    matrix: device "cuda" then is a GPU for each rank, "cuda:0,cuda:1" and the like name them, and
+    "cpu" shares `num_threads` between them. `expert_parallel` gives each rank whole experts instead
+    of a slice of each. A rank that fails, or has not come after `rank_timeout` seconds, ends the
+    engine with a RuntimeError that names it.
+
     Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
     supported, each naming the field. Not for use from several threads at once: a request
     that is started or advanced in the middle of another call is a RuntimeError.
@@ -79,6 +86,9 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         prefill_chunk_size: int = 256,
+        tensor_parallel_size: int = 1,
+        expert_parallel: bool = False,
+        rank_timeout: float = 300.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.model = checks.path("model", default_model() if model is None else model)
@@ -91,6 +101,7 @@ class LLM:
             "max_model_len": 0 if max_model_len is None else max_model_len,
             "max_num_seqs": max_num_seqs,
             "prefill_chunk_size": prefill_chunk_size,
+            "tensor_parallel_size": tensor_parallel_size,
         }
         sizes = {n: checks.integer(n, value, *ENGINE_LIMITS[n]) for n, value in sizes.items()}
         checks.word("device", device)
@@ -100,6 +111,9 @@ class LLM:
             raise ValueError(
                 f"num_threads is {num_threads}; device {shown(device)} has no use for it"
             )
+        if checks.flag("expert_parallel", expert_parallel) and sizes["tensor_parallel_size"] == 1:
+            raise ValueError("expert_parallel is True, but tensor_parallel_size is 1")
+        timeout = checks.real("rank_timeout", rank_timeout, 0.1, 1e6)
         if progress is not None and not callable(progress):
             raise ValueError(f"progress is {shown(progress)}, want a function")
         options = _checked_keys({} if speculative_config is None else speculative_config)
@@ -118,6 +132,8 @@ class LLM:
             str(drafter) if drafter else None,
             device,
             **sizes,
+            expert_parallel=expert_parallel,
+            timeout_s=timeout,
             progress=progress,
         )
         self.config: dict[str, Any] = self._engine.config()
