@@ -22,7 +22,7 @@ ALLOWED = {
     "cpp/cpu": {"core", "parallel", "backend"},
     "cpp/model": {"core", "io", "parallel", "backend"},
     "cpp/engine": {"core", "io", "parallel", "backend", "model"},
-    "cpp/bindings": {"core", "io", "parallel", "backend", "engine"},
+    "cpp/bindings": {"core", "io", "parallel", "backend", "model", "engine"},
     "cuda": {"core", "parallel", "backend", "kernels"},
     "cuda/kernels": {
         "core/dtype.h",

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_core, module) {
   kdt::register_ops(module);
   kdt::register_attention(module);
   kdt::register_bench(module);
+  kdt::register_synth(module);
 }

@@ -1,0 +1,32 @@
+// The models that can be generated: their numbers and their config files.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "model/config.h"
+
+namespace kdt {
+
+// What to generate. 0: as the model named has it.
+struct SynthOptions {
+  std::string like;  // "kimi-k2.6", "kimi-k2-instruct" or "tiny"
+  int64_t layers = 0;
+  int64_t experts = 0;
+  int64_t hidden = 0;
+  int64_t vocab = 0;
+};
+
+struct SynthModel {
+  ModelConfig config;
+  DraftConfig drafter;
+  // The files' text.
+  std::string config_json;
+  std::string generation_config_json;
+  std::string drafter_config_json;
+};
+
+// Throws std::invalid_argument naming the option for a model that cannot be.
+SynthModel make_synth_model(const SynthOptions& options);
+
+}  // namespace kdt
