@@ -120,6 +120,7 @@ class Spoiled final : public Backend {
     inner_->topk_logprobs(a);
     spoil("topk_logprobs", a.ids);
     spoil("topk_logprobs logprobs", a.logprobs);
+    if (a.log_sums.defined()) spoil("topk_logprobs log_sums", a.log_sums);
   }
   void merge_topk(const MergeTopkArgs& a) override {
     inner_->merge_topk(a);

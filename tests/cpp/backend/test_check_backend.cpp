@@ -135,12 +135,29 @@ const std::map<std::string, Op>& ops() {
        [](Backend& b) {
          b.topk_logprobs({.logits = floats(b, {kRows, 50}, 1, 6).tensor,
                           .logprobs = output(b, {kRows, 4}).tensor,
-                          .ids = int_output(b, {kRows, 4}).tensor});
+                          .ids = int_output(b, {kRows, 4}).tensor,
+                          .log_sums = output(b, {kRows}).tensor,
+                          .first_id = 100});
+       }},
+      {"merge_topk",
+       [](Backend& b) {
+         const Floats descending = {3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0};
+         Floats logits = descending;
+         append(logits, descending);
+         Ints ids(24);
+         for (int32_t i = 0; i < 24; ++i) ids[i] = i;
+         b.merge_topk({.part_logprobs = upload(b, logits, {2, kRows, 4}).tensor,
+                       .part_ids = upload(b, ids, {2, kRows, 4}).tensor,
+                       .log_sums = upload(b, Floats(2 * kRows, 4.0f), {2, kRows}).tensor,
+                       .logprobs = output(b, {kRows, 4}).tensor,
+                       .ids = int_output(b, {kRows, 4}).tensor});
        }},
       {"argmax",
        [](Backend& b) {
-         b.argmax(
-             {.logits = floats(b, {kRows, 50}, 1).tensor, .ids = int_output(b, {kRows}).tensor});
+         b.argmax({.logits = floats(b, {kRows, 50}, 1).tensor,
+                   .ids = int_output(b, {kRows}).tensor,
+                   .values = output(b, {kRows}).tensor,
+                   .first_id = 7});
        }},
       {"sample_tokens",
        [](Backend& b) {
@@ -209,6 +226,7 @@ KDT_TEST(a_wrong_value_is_named) {
       {"moe_route", {4, "row 1, column 1 of i32[3, 4]"}},
       {"moe_experts", {32, "row 1, column 1 of f32[3, 32]"}},
       {"topk_logprobs", {4, "row 1, column 1 of i32[3, 4]"}},
+      {"merge_topk", {4, "row 1, column 1 of i32[3, 4]"}},
       {"argmax", {0, "row 1 of i32[3]"}},
       {"sample_tokens", {0, "row 1 of i32[3]"}},
       {"tree_build", {0, "row 1 of i32[9]"}},
@@ -241,6 +259,11 @@ KDT_TEST(results_beside_the_first_are_compared_too) {
                 "check: moe_route: row 1, column 3 of f32[3, 4]: cpu has "));
   EXPECT(starts(message("topk_logprobs logprobs", "topk_logprobs", 7),
                 "check: topk_logprobs: row 1, column 3 of f32[3, 4]: cpu has "));
+  EXPECT(starts(message("topk_logprobs log_sums", "topk_logprobs", 1),
+                "check: topk_logprobs: row 1 of f32[3, 1]: cpu has "));
+  EXPECT(starts(message("merge_topk logprobs", "merge_topk", 7),
+                "check: merge_topk: row 1, column 3 of f32[3, 4]: cpu has "));
+  EXPECT(starts(message("argmax values", "argmax", 2), "check: argmax: row 2 of f32[3]: cpu has "));
   EXPECT_EQ(message("tree_build num_nodes", "tree_build", 0),
             "check: tree_build: row 0 of i32[1]: cpu has 9, spoiled has 10; want the same bits");
   EXPECT_EQ(message("tree_accept bonus_token", "tree_accept", 0),

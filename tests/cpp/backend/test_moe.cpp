@@ -93,7 +93,7 @@ std::unique_ptr<ExpertsWeight> bundle_experts(Backend& b, const KdtrFile& file) 
 
 // The experts' sum is added to `start`.
 Floats run_experts(Backend& b, const Floats& x, const Ints& ids, const Floats& weights,
-                   const ExpertsWeight& experts, const Floats& start) {
+                   const ExpertsWeight& experts, const Floats& start, int64_t first_expert = 0) {
   const int64_t rows = static_cast<int64_t>(x.size()) / experts.hidden_size;
   const int64_t top_k = static_cast<int64_t>(ids.size()) / rows;
   const Buffer out = upload(b, start, {rows, experts.hidden_size});
@@ -104,7 +104,8 @@ Floats run_experts(Backend& b, const Floats& x, const Ints& ids, const Floats& w
                  .ids = id_memory.tensor,
                  .weights = weight_memory.tensor,
                  .experts = &experts,
-                 .out = out.tensor});
+                 .out = out.tensor,
+                 .first_expert = first_expert});
   return download(b, out.tensor);
 }
 
@@ -223,6 +224,45 @@ KDT_TEST(experts_of_each_type_and_row_independence) {
       }
     }
   }
+}
+
+// Each of several back ends may hold some of the experts.
+KDT_TEST(parts_of_the_experts_add_up) {
+  Backend& b = backend();
+  constexpr int64_t kExperts = 12, kHidden = 64, kTopK = 4;
+  for (DType dtype : {DType::kInt32, DType::kBFloat16, DType::kFloat32}) {
+    const RandomExperts host(dtype, kExperts, kHidden, 32);
+    const auto whole = host.prepare(b);
+    for (int64_t rows :
+         {1, 4, 5, 70}) {  // with 16 slots the ids are tiles, with more they are sorted
+      const Floats x = host.inputs(rows, 0.5f, rows), weights = Random(9).floats(rows * kTopK);
+      Random random(rows);
+      Ints ids;
+      for (int64_t s = 0; s < rows * kTopK; ++s)
+        ids.push_back(static_cast<int32_t>(random.below(kExperts + 2)) - 1);  // two are none
+      const Floats all = run_experts(b, x, ids, weights, *whole, zeros(rows * kHidden));
+      for (int64_t parts : {2, 3}) {
+        const int64_t count = kExperts / parts;
+        Floats sum = zeros(rows * kHidden);
+        for (int64_t p = 0; p < parts; ++p) {
+          RandomExperts part = host;
+          for (std::vector<Matrix>* m : {&part.gate, &part.up, &part.down})
+            *m = {m->begin() + p * count, m->begin() + (p + 1) * count};
+          const auto experts = part.prepare(b);
+          sum = run_experts(b, x, ids, weights, *experts, sum, p * count);
+          if (p != 0) continue;
+          // Nothing where all ids are another's.
+          const Floats start = Random(1).floats(rows * kHidden);
+          for (int64_t first : {kExperts + 1, int64_t{2147483647} - count})
+            EXPECT(same_bits(run_experts(b, x, ids, weights, *experts, start, first), start));
+        }
+        EXPECT(max_error(sum, all) < 2e-5);
+      }
+    }
+  }
+  const RandomExperts host(DType::kBFloat16, 2, 32, 32);
+  EXPECT_THROWS("moe_experts: first_expert -1",
+                run_experts(b, zeros(32), {0}, {1}, *host.prepare(b), zeros(32), -1));
 }
 
 // Sums over a long k are cut between warps, and each expert's rows into tiles of several sizes.

@@ -158,9 +158,62 @@ KDT_TEST(embed_f32_and_bf16) {
   EXPECT(same_bits(download(b, out.tensor), rows_of(rounded)));
 }
 
-KDT_TEST(embed_refuses_ids_outside) {
-  if (device() != "cpu") return;  // only the host sees the values before the op starts
+KDT_TEST(parts_of_a_vocabulary_add_up_to_its_rows) {
   Backend& b = backend();
+  constexpr int64_t kVocab = 12, kWidth = 300;
+  const Floats table = Random(4).floats(kVocab * kWidth);
+  std::vector<uint16_t> bits;
+  for (float x : table) bits.push_back(float_to_bf16(x));
+  const Ints ids = {0, 11, 3, 4, 2, 8, 7, 3};
+  const auto rows = static_cast<int64_t>(ids.size());
+  const Buffer id_memory = upload(b, ids);
+  const auto embed = [&](const Tensor& part, int64_t first_id) {
+    const Buffer out = output(b, {rows, kWidth});
+    b.embed({.table = part,
+             .token_ids = id_memory.tensor,
+             .out = out.tensor,
+             .first_id = first_id,
+             .vocab_size = kVocab});
+    return download(b, out.tensor);
+  };
+  const Buffer f32 = upload(b, table, {kVocab, kWidth}), bf16 = upload(b, bits, {kVocab, kWidth});
+  for (const Tensor& whole : {f32.tensor, bf16.tensor}) {
+    const Floats expected = embed(whole, 0);
+    for (int64_t width : {12, 6, 4, 1}) {
+      Floats sum(expected.size(), 0.0f);
+      for (int64_t first = 0; first < kVocab; first += width) {
+        const Floats part = embed(whole.rows(first, width), first);
+        for (int64_t i = 0; i < rows * kWidth; ++i) {
+          const int32_t id = ids[i / kWidth];
+          const bool here = id >= first && id < first + width;
+          EXPECT_EQ(part[i], here ? expected[i] : 0.0f);
+          sum[i] += part[i];
+        }
+      }
+      EXPECT(same_bits(sum, expected));
+    }
+  }
+}
+
+KDT_TEST(embed_refuses_ids_outside) {
+  Backend& b = backend();
+  const Buffer part = output(b, {4, 4}), row = output(b, {1, 4});
+  const auto embed_part = [&](int32_t id, int64_t first_id, int64_t vocab_size) {
+    const Buffer ids = upload(b, Ints{id});
+    b.embed({.table = part.tensor,
+             .token_ids = ids.tensor,
+             .out = row.tensor,
+             .first_id = first_id,
+             .vocab_size = vocab_size});
+    b.synchronize();
+  };
+  embed_part(9, 4, 10);
+  EXPECT(download(b, row.tensor) == Floats(4, 0.0f));
+  for (const int32_t id : {10, -1})
+    EXPECT_THROWS(join("token id ", id, " at row 0 is out"), embed_part(id, 4, 10));
+  EXPECT_THROWS("embed: first_id -1 of a vocabulary of 10", embed_part(0, -1, 10));
+  EXPECT_THROWS("embed: first_id 4 of a vocabulary of 0", embed_part(0, 4, 0));
+  if (device() != "cpu") return;  // only the host sees the values before the op starts
   const Buffer table = output(b, {11, 4}), out = output(b, {1, 4});
   const auto embed = [&](int32_t id) {
     const Buffer ids = upload(b, Ints{id});
