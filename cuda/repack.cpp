@@ -23,11 +23,13 @@ void write(uint8_t* to, int64_t index, T value) {
   std::memcpy(to + index * static_cast<int64_t>(sizeof(T)), &value, sizeof(T));
 }
 
-// Four nibbles of row g and four of row g + 8 to a fragment's word, and back.
-uint32_t interleave(uint32_t upper, uint32_t lower) {
-  const uint32_t even = (upper & 0x0F0Fu) | (lower & 0x0F0Fu) << 4;
-  const uint32_t odd = (upper >> 4 & 0x0F0Fu) | (lower & 0xF0F0u);
-  return even | odd << 16;
+// Eight nibbles of row g and eight of row g + 8 to the words of two fragments, and half of one word
+// back.
+void interleave(uint32_t upper, uint32_t lower, uint32_t* words) {
+  const uint32_t even = (upper & 0x0F0F0F0Fu) | (lower & 0x0F0F0F0Fu) << 4;
+  const uint32_t odd = (upper >> 4 & 0x0F0F0F0Fu) | (lower & 0xF0F0F0F0u);
+  words[0] = (even & 0xFFFFu) | odd << 16;
+  words[1] = even >> 16 | (odd & 0xFFFF0000u);
 }
 uint32_t upper_of(uint32_t word) { return (word & 0x0F0Fu) | (word >> 16 & 0x0F0Fu) << 4; }
 uint32_t lower_of(uint32_t word) { return (word >> 4 & 0x0F0Fu) | (word >> 16 & 0xF0F0u); }
@@ -43,24 +45,30 @@ uint16_t scale_of(const RowStart& row, int64_t group) {
   return row.scale == nullptr ? uint16_t{0} : read<uint16_t>(row.scale, group);
 }
 
+// The 64 values of a row from a chunk's first column on, or zeros.
+void read_nibbles(const RowStart& row, int64_t chunk, int64_t groups, uint32_t (&words)[8]) {
+  if (row.values != nullptr && groups == 2) {
+    std::memcpy(words, row.values + chunk * 32, 32);
+    return;
+  }
+  std::fill(words, words + 8, kZeroNibbles);
+  if (row.values != nullptr) std::memcpy(words, row.values + chunk * 32, 16);
+}
+
 void pack_int4(const RowStart* rows, int64_t in_features, int64_t chunk, uint8_t* out) {
-  const int64_t groups = in_features / 32;
+  const int64_t groups = std::min<int64_t>(2, in_features / 32 - chunk * 2);
   for (int64_t g = 0; g < 8; ++g) {
-    const uint8_t* upper = rows[g].values;
-    const uint8_t* lower = rows[g + 8].values;
+    uint32_t upper[8], lower[8], words[16];
+    read_nibbles(rows[g], chunk, groups, upper);
+    read_nibbles(rows[g + 8], chunk, groups, lower);
     for (int64_t i = 0; i < 2; ++i) {
-      const int64_t group = chunk * 2 + i;
-      const bool exists = group < groups;
-      for (int64_t t = 0; t < 4; ++t) {
-        const int64_t word = group * 4 + t, to = (g * 4 + t) * 4 + i * 2;
-        const uint32_t a = exists && upper ? read<uint32_t>(upper, word) : kZeroNibbles;
-        const uint32_t b = exists && lower ? read<uint32_t>(lower, word) : kZeroNibbles;
-        write(out, to, interleave(a & 0xFFFFu, b & 0xFFFFu));
-        write(out, to + 1, interleave(a >> 16, b >> 16));
-      }
-      write(out + 512, g * 4 + i, exists ? scale_of(rows[g], group) : uint16_t{0});
-      write(out + 512, g * 4 + 2 + i, exists ? scale_of(rows[g + 8], group) : uint16_t{0});
+      for (int64_t t = 0; t < 4; ++t)
+        interleave(upper[i * 4 + t], lower[i * 4 + t], words + t * 4 + i * 2);
+      const bool exists = i < groups;
+      write(out + 512, g * 4 + i, exists ? scale_of(rows[g], chunk * 2 + i) : uint16_t{0});
+      write(out + 512, g * 4 + 2 + i, exists ? scale_of(rows[g + 8], chunk * 2 + i) : uint16_t{0});
     }
+    std::memcpy(out + g * 64, words, sizeof(words));
   }
 }
 
