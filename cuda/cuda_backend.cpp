@@ -4,33 +4,36 @@
 #include <algorithm>
 #include <cstring>
 
+#include "communicator.h"
 #include "device.h"
 #include "fault.h"
+#include "stream_memory.h"
 #include "weight_upload.h"
 
 namespace kdt::cuda {
 
+Error no_room(int64_t bytes, cudaError_t status) {
+  size_t free_bytes = 0, total_bytes = 0;
+  static_cast<void>(cudaGetLastError());
+  static_cast<void>(cudaMemGetInfo(&free_bytes, &total_bytes));
+  return Error(join("cuda: no room for ", bytes, " bytes: ", free_bytes, " of the device's ",
+                    total_bytes, " are free (", cudaGetErrorString(status), ")"));
+}
+
 std::shared_ptr<void> device_memory(int64_t bytes) {
   void* memory = nullptr;
   const cudaError_t status = cudaMalloc(&memory, std::max<int64_t>(bytes, 1));
-  if (status != cudaSuccess) {
-    size_t free_bytes = 0, total_bytes = 0;
-    static_cast<void>(cudaGetLastError());
-    static_cast<void>(cudaMemGetInfo(&free_bytes, &total_bytes));
-    throw Error(join("cuda: no room for ", bytes, " bytes: ", free_bytes, " of the device's ",
-                     total_bytes, " are free (", cudaGetErrorString(status), ")"));
-  }
+  if (status != cudaSuccess) throw no_room(bytes, status);
   return {memory, [](void* p) { static_cast<void>(cudaFree(p)); }};
 }
 
 void Workspace::reserve(int64_t bytes) {
   begin();
   if (bytes > bytes_) {
-    // The old memory is freed only after the kernels that use it: cudaFree waits for the device.
     memory_.reset();
     bytes_ = 0;
     const int64_t grown = std::max(bytes, piece(bytes + bytes / 4));
-    memory_ = device_memory(grown);
+    memory_ = source_->allocate(grown);
     bytes_ = grown;
   }
 #ifdef KDT_EMULATOR
@@ -53,7 +56,9 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   num_multiprocessors_ = properties.multiProcessorCount;
   shared_bytes_ = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
   chip_ = join(properties.name, " (sm_", properties.major, properties.minor, ")");
-  KDT_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  stream_memory_ = std::make_shared<StreamMemory>(device);
+  stream_ = stream_memory_->stream();
+  workspace_ = Workspace(stream_memory_);
   KDT_CUDA_CHECK(
       cudaHostAlloc(reinterpret_cast<void**>(&fault_), sizeof(Fault), cudaHostAllocMapped));
   *fault_ = Fault{0, 0, 0};
@@ -62,7 +67,6 @@ CudaBackend::CudaBackend(int device) : device_(device) {
 
 CudaBackend::~CudaBackend() {
   static_cast<void>(cudaStreamSynchronize(stream_));
-  static_cast<void>(cudaStreamDestroy(stream_));
   static_cast<void>(cudaFreeHost(fault_));
 }
 
@@ -72,7 +76,7 @@ Buffer CudaBackend::allocate(DType dtype, std::initializer_list<int64_t> shape) 
   KDT_CUDA_CHECK(cudaSetDevice(device_));
   const Tensor measure(nullptr, dtype, shape);
   Buffer buffer;
-  buffer.memory = device_memory(measure.bytes());
+  buffer.memory = stream_memory_->allocate(measure.bytes());
   KDT_CUDA_CHECK(cudaMemsetAsync(buffer.memory.get(), 0, measure.bytes(), stream_));
   buffer.tensor = Tensor(buffer.memory.get(), dtype, shape);
   return buffer;
@@ -87,12 +91,24 @@ void CudaBackend::upload(const Tensor& to, const void* from) {
 }
 
 void CudaBackend::download(void* to, const Tensor& from) {
+  if (communicator_ != nullptr) communicator_->wait_for_stream();  // the copy waits without end
   if (from.bytes() > 0)
     KDT_CUDA_CHECK(cudaMemcpyAsync(to, from.raw(), from.bytes(), cudaMemcpyDeviceToHost, stream_));
   synchronize();
 }
 
+std::shared_ptr<void> CudaBackend::stream_memory(int64_t bytes) {
+  return stream_memory_->allocate(bytes);
+}
+
+void CudaBackend::set_communicator(CudaCommunicator* communicator) {
+  KDT_CHECK(communicator == nullptr || communicator_ == nullptr,
+            "cuda: the back end has a communicator");
+  communicator_ = communicator;
+}
+
 void CudaBackend::synchronize() {
+  if (communicator_ != nullptr) communicator_->wait_for_stream();
   KDT_CUDA_CHECK(cudaStreamSynchronize(stream_));
   const Fault fault = *fault_;
   if (fault.kind == 0) return;

@@ -19,7 +19,10 @@ struct Fault;
 struct RopeParams;
 struct Sequences;
 
+// Of the current device. Giving it back waits for the device; see StreamMemory.
 std::shared_ptr<void> device_memory(int64_t bytes);
+// What the device says when `bytes` cannot be had.
+Error no_room(int64_t bytes, cudaError_t status);
 
 template <typename T>
 T* typed(const std::shared_ptr<void>& memory) {
@@ -46,12 +49,16 @@ RopeParams rope_params(const RopeTable& rope, const Tensor& positions);
 
 // Matrices of one shape, stacked (linear.cpp).
 struct CudaLinear;
+class CudaCommunicator;
+class StreamMemory;
 class WeightUpload;
 
 // Memory of the back end that grows to what its ops need and is kept. Ops run in order on one
 // stream, so each may use all of it.
 class Workspace {
  public:
+  Workspace() = default;
+  explicit Workspace(std::shared_ptr<StreamMemory> source) : source_(std::move(source)) {}
   // Starts an op: what was taken before is free again.
   void begin() { used_ = 0; }
   // `count` elements, aligned to 256 bytes, valid until the next begin(). All pieces of an op are
@@ -66,6 +73,7 @@ class Workspace {
  private:
   void* take_bytes(int64_t bytes);
 
+  std::shared_ptr<StreamMemory> source_;
   std::shared_ptr<void> memory_;
   int64_t bytes_ = 0, used_ = 0;
 };
@@ -76,8 +84,13 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   BackendInfo info() const override;
+  int device() const { return device_; }
   int num_multiprocessors() const { return num_multiprocessors_; }
   cudaStream_t stream() const { return stream_; }
+  // Memory for this back end's ops alone.
+  std::shared_ptr<void> stream_memory(int64_t bytes);
+  // Whose kernels may wait for other ranks on the stream; null: nobody's. It tells when it ends.
+  void set_communicator(CudaCommunicator* communicator);
 
   Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) override;
   void upload(const Tensor& to, const void* from) override;
@@ -137,7 +150,9 @@ class CudaBackend final : public Backend {
   int device_ = 0, num_multiprocessors_ = 0;
   int64_t shared_bytes_ = 0;  // of a multiprocessor
   std::string chip_;
-  cudaStream_t stream_ = nullptr;
+  std::shared_ptr<StreamMemory> stream_memory_;
+  cudaStream_t stream_ = nullptr;  // its
+  CudaCommunicator* communicator_ = nullptr;
   Workspace workspace_;
   std::unique_ptr<WeightUpload> weight_upload_;  // once a weight was filled
   Fault* fault_ = nullptr;         // in the host's memory, mapped

@@ -60,4 +60,18 @@ void use_device(int device) {
             "0 or newer");
 }
 
+std::vector<const void*>& all_kernels() {
+  static std::vector<const void*> kernels;
+  return kernels;
+}
+
+void load_all_kernels() {
+#ifndef KDT_EMULATOR
+  for (const void* kernel : all_kernels()) {
+    cudaFuncAttributes attributes;
+    KDT_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  }
+#endif
+}
+
 }  // namespace kdt::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace kdt::cuda {
 
@@ -17,5 +18,11 @@ std::string why_no_device();
 // Makes `device` current. Throws std::invalid_argument when it does not exist and Error when this
 // build has no code for it.
 void use_device(int device);
+
+// Loads the code of all kernels onto the current device. Left to a kernel's first launch, loading
+// may wait for the device, where a rank's kernel may wait for that of the rank that loads.
+void load_all_kernels();
+// Those of this build, entered by launch.cuh.
+std::vector<const void*>& all_kernels();
 
 }  // namespace kdt::cuda

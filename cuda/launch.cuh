@@ -9,6 +9,7 @@
 #include "ceil_div.h"
 #include "core/error.h"
 #include "cuda_check.h"
+#include "device.h"
 
 namespace kdt::cuda {
 
@@ -17,6 +18,14 @@ inline constexpr int64_t kMaxSharedBytes = 101376;
 
 #ifndef KDT_EMULATOR
 namespace detail {
+// Enters a kernel that is launched somewhere, before main.
+template <auto kKernel>
+struct Entered {
+  static const bool done;
+};
+template <auto kKernel>
+const bool Entered<kKernel>::done =
+    (all_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
 // More than 48 KiB must be asked for, once a kernel and device.
 template <auto kKernel>
 void allow_shared_memory(int64_t bytes) {
@@ -61,6 +70,7 @@ void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t strea
   static_cast<void>(early);
   emulator::launch(grid, num_threads, shared_bytes, [&] { kKernel(params); });
 #else
+  static_cast<void>(&detail::Entered<kKernel>::done);
   if (shared_bytes > 48 * 1024) detail::allow_shared_memory<kKernel>(shared_bytes);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

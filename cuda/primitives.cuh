@@ -119,6 +119,34 @@ __device__ __forceinline__ uint32_t redux_min(uint32_t x) {
   return __reduce_min_sync(0xFFFFFFFFu, x);
 }
 
+// Words that kernels of other streams and devices, or the host, use while this one runs. What the
+// thread, and others before a barrier with it, wrote before the release can be seen by whoever
+// acquires the value.
+__device__ __forceinline__ void store_release_system(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;\n" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];\n" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_system(uint32_t* at, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;\n" ::"l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_system(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];\n" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+// A clock of all the device's threads.
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;\n" : "=l"(now)::"memory");
+  return now;
+}
+// In a loop that waits for others.
+__device__ __forceinline__ void let_others_run() {}
+
 // x, which the compiler from here on takes for another value.
 __device__ __forceinline__ unsigned forget(unsigned x) {
   asm volatile("" : "+r"(x));

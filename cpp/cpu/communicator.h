@@ -15,6 +15,7 @@ class CpuCommunicator final : public Communicator {
   CpuCommunicator(Backend& backend, RankGroup& group) : backend_(backend), group_(group) {}
 
   RankGroup& group() override { return group_; }
+  std::string describe() const override { return "host memory"; }
   void all_reduce(const Tensor& x) override;
   void all_gather(const Tensor& from, const Tensor& to) override;
   void all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,

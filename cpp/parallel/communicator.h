@@ -12,6 +12,8 @@ class Communicator {
  public:
   virtual ~Communicator() = default;
   virtual RankGroup& group() = 0;
+  // How the ranks' tensors reach each other, in words for the user.
+  virtual std::string describe() const = 0;
 
   // x [T, n] f32 = ((x of rank 0 + x of rank 1) + x of rank 2) + ...: in rank order whatever the
   // size, so that a row's bits depend neither on the rank nor on the rows beside it.

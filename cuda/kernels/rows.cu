@@ -1,6 +1,7 @@
 #include "kernels/rows.h"
 
 #include "fault.cuh"
+#include "kernels/block_sum.cuh"
 #include "launch.cuh"
 #include "primitives.cuh"
 
@@ -9,16 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-// The block's sum in a fixed order; every thread gets it. shared: [kWarps].
-__device__ float block_sum(float x, float* shared) {
-  x = warp_sum(x);
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += shared[w];
-  return sum;
-}
 
 __global__ void embed_kernel(const EmbedParams p) {
   const int64_t row = blockIdx.x;
@@ -54,7 +45,7 @@ __global__ void rms_norm_kernel(const RmsNormParams p) {
     }
     squares = fmaf(value, value, squares);
   }
-  const float mean = block_sum(squares, shared) / static_cast<float>(p.n);
+  const float mean = block_sum<kWarps>(squares, shared) / static_cast<float>(p.n);
   const float scale = 1.0f / sqrtf(mean + p.eps);
   const float* from = p.residual != nullptr ? p.residual + row * p.n : p.x + row * p.x_stride;
   // Each thread reads what it wrote.

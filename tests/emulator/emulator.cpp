@@ -10,6 +10,8 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "fibre.h"
@@ -43,6 +45,7 @@ struct Meeting {
 struct Warp {
   int place = 0;                                          // in the block's order of warps
   uint32_t ready = 0, done = 0, at_barrier = 0, met = 0;  // lanes
+  uint32_t waiting = 0;                                   // in let_others_run
   Meeting meeting;
   Table in, out;
 };
@@ -59,6 +62,8 @@ struct Machine {
   int order[kMaxWarps] = {};  // warps in random order
   uint32_t ready = 0;         // places in it of warps with lanes that can run
   bool some_ahead = false;    // the first of these does
+  bool some_waiting = false;  // in let_others_run
+  int in_order = 0;           // objects of BlocksInOrder
   int num_at_barrier = 0, num_done = 0;
   Meeting barrier;
   std::exception_ptr error;
@@ -137,6 +142,12 @@ int random_bit(uint32_t bits, uint32_t random) {
 // Takes the next thread to run; -1 when none can.
 int take_thread() {
   Machine& m = machine;
+  if (m.ready == 0 && m.some_waiting) {
+    std::this_thread::yield();
+    m.some_waiting = false;
+    for (int w = 0; w < m.num_warps(); ++w)
+      m.make_ready(m.warps[w], std::exchange(m.warps[w].waiting, 0));
+  }
   if (m.ready == 0) return -1;
   const uint64_t random = m.random();
   const int place = m.some_ahead ? __builtin_ctz(m.ready) : random_bit(m.ready, random >> 59);
@@ -171,10 +182,11 @@ void run_block() {
   for (int place = 0; place < m.num_warps(); ++place) {
     Warp& warp = m.warps[m.order[place]];
     warp.place = place;
-    warp.ready = warp.done = warp.at_barrier = warp.met = 0;
+    warp.ready = warp.done = warp.at_barrier = warp.met = warp.waiting = 0;
     m.make_ready(warp, 0xFFFFFFFFu);
   }
   m.some_ahead = m.random() % 2 == 0;
+  m.some_waiting = false;
   for (int t = 0; t < m.num_threads; ++t) {
     m.threads[t]->copies.clear();
     m.threads[t]->groups = 0;
@@ -211,6 +223,15 @@ void set_seed(uint32_t seed) {
   machine.seeded = true;
 }
 
+BlocksInOrder::BlocksInOrder() { ++machine.in_order; }
+BlocksInOrder::~BlocksInOrder() { --machine.in_order; }
+
+void let_others_run() {
+  machine.warp().waiting |= machine.lane_bit();
+  machine.some_waiting = true;
+  pause();
+}
+
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::function<void()>& body) {
   Machine& m = machine;
   if (m.current >= 0) fail("a kernel starts a kernel");
@@ -237,7 +258,8 @@ void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::functio
   gridDim = grid;
   std::vector<int64_t> blocks(static_cast<int64_t>(grid.x) * grid.y * grid.z);
   std::iota(blocks.begin(), blocks.end(), int64_t{0});
-  for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[m.random() % i]);
+  for (size_t i = blocks.size(); i > 1 && m.in_order == 0; --i)
+    std::swap(blocks[i - 1], blocks[m.random() % i]);
   for (const int64_t block : blocks) {
     const int64_t plane = static_cast<int64_t>(grid.x) * grid.y;
     blockIdx = {static_cast<unsigned>(block % grid.x),

@@ -11,6 +11,7 @@
 // are std::runtime_error, thrown by launch().
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <source_location>
@@ -33,6 +34,20 @@ using Where = std::source_location;
 
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::function<void()>& body);
 
+// Kernels of several threads of the process run at the same time. Those that wait for each other do
+// it block by block: while an object of this class exists, the blocks of this thread's launches run
+// in ascending order.
+class BlocksInOrder {
+ public:
+  BlocksInOrder();
+  ~BlocksInOrder();
+  BlocksInOrder(const BlocksInOrder&) = delete;
+  BlocksInOrder& operator=(const BlocksInOrder&) = delete;
+};
+
+// A planted fault: flags of other kernels are taken as set.
+inline std::atomic<bool> skip_waits = false;
+
 // Orders of the launches that follow in this thread.
 void set_seed(uint32_t seed);
 
@@ -47,6 +62,10 @@ uint32_t shared_offset(const void* pointer);
 unsigned char* shared_at(uint32_t offset, uint32_t bytes, uint32_t alignment);
 
 void sync_block(Where where);
+
+// In a loop that waits for what another thread of the block, or another kernel, does: all threads
+// that can run do so before this one goes on.
+void let_others_run();
 
 inline constexpr int kWords = 16;
 using Table = uint32_t[32][kWords];

@@ -1,7 +1,9 @@
 // The primitives of cuda/primitives.cuh for the emulator.
 #pragma once
 
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -123,6 +125,24 @@ inline uint32_t redux_max(uint32_t x) {
 inline uint32_t redux_min(uint32_t x) {
   return detail::redux("redux_min", x, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
 }
+
+inline void store_release_system(uint64_t* at, uint64_t value) {
+  std::atomic_ref(*at).store(value, std::memory_order_release);
+}
+inline uint64_t load_acquire_system(const uint64_t* at) {
+  if (emulator::skip_waits) return ~uint64_t{0};
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);
+}
+inline void store_system(uint32_t* at, uint32_t value) {
+  std::atomic_ref(*at).store(value, std::memory_order_relaxed);
+}
+inline uint32_t load_system(const uint32_t* at) {
+  return std::atomic_ref(*const_cast<uint32_t*>(at)).load(std::memory_order_relaxed);
+}
+inline uint64_t nanoseconds() {
+  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+inline void let_others_run() { emulator::let_others_run(); }
 
 inline unsigned forget(unsigned x) { return x; }
 
