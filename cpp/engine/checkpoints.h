@@ -32,13 +32,13 @@ struct Checkpoints {
   explicit Checkpoints(const EngineOptions& options);
 
   ModelConfig config;
-  std::unique_ptr<SafetensorsFolder> folder;
+  std::unique_ptr<TensorSource> source;
   DraftConfig draft_config;
-  std::unique_ptr<SafetensorsFolder> draft_folder;  // null: no drafter
+  std::unique_ptr<TensorSource> draft_source;  // null: no drafter
 
-  int64_t target_bytes() const { return static_cast<int64_t>(folder->total_bytes()); }
+  int64_t target_bytes() const { return static_cast<int64_t>(source->total_bytes()); }
   int64_t all_bytes() const {
-    return target_bytes() + (draft_folder ? static_cast<int64_t>(draft_folder->total_bytes()) : 0);
+    return target_bytes() + (draft_source ? static_cast<int64_t>(draft_source->total_bytes()) : 0);
   }
 };
 

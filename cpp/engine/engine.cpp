@@ -107,12 +107,12 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
                        ": set a smaller max_model_len or max_num_seqs"));
     }
   };
-  target_ = std::make_unique<TargetModel>(ranks, config_, *checkpoints.folder, max_rows_,
+  target_ = std::make_unique<TargetModel>(ranks, config_, *checkpoints.source, max_rows_,
                                           max_model_len_, draft_config.target_layer_ids);
   load_checkpoint(*target_->take_plan(), progress_from(0));
   target_cache_ = make_cache(*target_);
-  if (checkpoints.draft_folder) {
-    draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_folder, max_rows_,
+  if (checkpoints.draft_source) {
+    draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_source, max_rows_,
                                           max_num_seqs_, max_model_len_ + draft_config.block_size);
     load_checkpoint(*draft_->take_plan(), progress_from(checkpoints.target_bytes()));
     draft_cache_ = make_cache(*draft_);

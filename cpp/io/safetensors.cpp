@@ -231,19 +231,4 @@ void SafetensorsFolder::add_file(const std::string& name,
   }
 }
 
-const SafetensorsView* SafetensorsFolder::find(const std::string& name) const {
-  const auto found = tensors_.find(name);
-  return found == tensors_.end() ? nullptr : &found->second;
-}
-
-uint64_t SafetensorsFolder::total_bytes() const {
-  uint64_t total = 0;
-  for (const auto& [name, view] : tensors_) total += view.bytes;
-  return total;
-}
-
-void SafetensorsFolder::read(const SafetensorsView& view, void* out) const {
-  view.file->read(view.offset, view.bytes, out);
-}
-
 }  // namespace kdt

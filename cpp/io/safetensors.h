@@ -9,17 +9,9 @@
 #include <vector>
 
 #include "io/mmap_file.h"
+#include "io/tensor_source.h"
 
 namespace kdt {
-
-// Where one tensor lies.
-struct SafetensorsView {
-  std::string dtype;                // as written in the file: "BF16", "F32", "I32", ...
-  std::vector<int64_t> shape;       // may be empty (a scalar)
-  const InputFile* file = nullptr;  // of a SafetensorsFolder
-  uint64_t offset = 0;              // from the start of the file
-  uint64_t bytes = 0;
-};
 
 // Copies bytes of a file, from `offset` to `out`.
 using ReadAt = std::function<void(uint64_t offset, uint64_t bytes, void* out)>;
@@ -34,22 +26,19 @@ std::map<std::string, SafetensorsView> parse_safetensors(const ReadAt& read, uin
                                                          const std::string& source);
 
 // A checkpoint folder: `model.safetensors`, or the shards named by `model.safetensors.index.json`.
-class SafetensorsFolder {
+class SafetensorsFolder final : public TensorSource {
  public:
   // Throws Error: neither or both of the two files, a shard the index names is missing, a tensor in
   // two shards or missing from the shard the index names, a tensor the index does not name, a file
   // `model-*.safetensors` the index does not name, anything parse_safetensors refuses.
   explicit SafetensorsFolder(const std::string& folder);
 
-  // nullptr when there is no such tensor.
-  const SafetensorsView* find(const std::string& name) const;
-  const std::map<std::string, SafetensorsView>& tensors() const { return tensors_; }
-  uint64_t total_bytes() const;
-  const std::string& folder() const { return folder_; }
-
-  // Copies a tensor's bytes to `out`, which holds `view.bytes`. Throws Error when its file has
-  // become shorter since. `view` is one of tensors().
-  void read(const SafetensorsView& view, void* out) const;
+  const std::map<std::string, SafetensorsView>& tensors() const override { return tensors_; }
+  const std::string& name() const override { return folder_; }
+  void read_range(const InputFile* file, uint64_t offset, uint64_t bytes,
+                  void* out) const override {
+    file->read(offset, bytes, out);
+  }
 
  private:
   void add_file(const std::string& name, const std::map<std::string, std::string>* weight_map);

@@ -8,13 +8,13 @@
 namespace kdt {
 
 DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config,
-                       const SafetensorsFolder& folder, int64_t max_context_rows,
+                       const TensorSource& source, int64_t max_context_rows,
                        int64_t max_sequences, int64_t max_positions)
     : ranks_(ranks), backend_(ranks.backend), config_(config) {
   const DraftConfig& c = config_;
   check_shard(c, ranks.shard);
   Backend& backend = backend_;
-  plan_ = std::make_unique<LoadPlan>(backend, folder, draft_weight_specs(c), ranks.shard);
+  plan_ = std::make_unique<LoadPlan>(backend, source, draft_weight_specs(c), ranks.shard);
   const std::string& p = c.tensor_prefix;
   plan_->linear({p + "fc"}, &fc_);
   plan_->vector(p + "hidden_norm.weight", &hidden_norm_);

@@ -18,7 +18,7 @@ class DraftModel {
  public:
   // `max_context_rows`: most rows of one extend_context; `max_sequences`: most blocks of one draft.
   // Throws as TargetModel does.
-  DraftModel(const Ranks& ranks, const DraftConfig& config, const SafetensorsFolder& folder,
+  DraftModel(const Ranks& ranks, const DraftConfig& config, const TensorSource& source,
              int64_t max_context_rows, int64_t max_sequences, int64_t max_positions);
 
   // As TargetModel's.

@@ -43,16 +43,16 @@ std::vector<T> transposed_heads(const HostMatrix& matrix, int64_t heads, int64_t
 
 }  // namespace
 
-LoadPlan::LoadPlan(Backend& backend, const SafetensorsFolder& folder, WeightSpecs specs,
+LoadPlan::LoadPlan(Backend& backend, const TensorSource& source, WeightSpecs specs,
                    const Shard& shard)
-    : backend_(backend), folder_(folder), specs_(std::move(specs)), shard_(shard) {
-  const WeightFaults faults = check_weights(specs_, folder_);
+    : backend_(backend), source_(source), specs_(std::move(specs)), shard_(shard) {
+  const WeightFaults faults = check_weights(specs_, source_);
   if (faults.count == 0) return;
   constexpr size_t kNamed = 5;
   std::string text;
   for (size_t i = 0; i < faults.faults.size() && i < kNamed; ++i)
     text += (i ? "; " : "") + faults.faults[i];
-  throw Error(join(folder_.folder(), ": ", faults.count, " tensors are not as config.json asks: ",
+  throw Error(join(source_.name(), ": ", faults.count, " tensors are not as config.json asks: ",
                    text, faults.count > kNamed ? "; ..." : ""));
 }
 
@@ -63,9 +63,9 @@ const WeightSpec& LoadPlan::spec(const std::string& name) const {
 }
 
 DType LoadPlan::dtype(const std::string& name) const {
-  if (folder_.find(name + ".weight_packed") != nullptr) return DType::kInt32;
+  if (source_.find(name + ".weight_packed") != nullptr) return DType::kInt32;
   const bool is_vector = spec(name).kind == WeightSpec::Kind::kVector;
-  const SafetensorsView* view = folder_.find(is_vector ? name : name + ".weight");
+  const SafetensorsView* view = source_.find(is_vector ? name : name + ".weight");
   return view->dtype == "F32" ? DType::kFloat32 : DType::kBFloat16;
 }
 
@@ -168,27 +168,26 @@ void LoadPlan::kv_b(const std::string& name, int64_t nope, int64_t v,
     dtype == DType::kFloat32 ? use(transposed_heads<uint32_t>(all, heads, nope + v, nope))
                              : use(transposed_heads<uint16_t>(all, heads, nope + v, nope));
   };
-  items_.push_back(
-      {.name = name,
-       .make =
-           [=, this] {
-             *w_uk = backend_.make_linear(
-                 std::vector<MatrixShape>(heads, MatrixShape{rank, nope, dtype}));
-             *w_uv =
-                 backend_.make_linear(std::vector<MatrixShape>(heads, MatrixShape{v, rank, dtype}));
-           },
-       .parts = {{{name}, fill}},
-       .memory =
-           [=] {
-             std::vector<Tensor> all = (*w_uk)->memory();
-             append(all, (*w_uv)->memory());
-             return all;
-           },
-       .drop =
-           [=] {
-             w_uk->reset();
-             w_uv->reset();
-           }});
+  items_.push_back({.name = name,
+                    .make =
+                        [=, this] {
+                          *w_uk = backend_.make_linear(
+                              std::vector<MatrixShape>(heads, MatrixShape{rank, nope, dtype}));
+                          *w_uv = backend_.make_linear(
+                              std::vector<MatrixShape>(heads, MatrixShape{v, rank, dtype}));
+                        },
+                    .parts = {{{name}, fill}},
+                    .memory =
+                        [=] {
+                          std::vector<Tensor> all = (*w_uk)->memory();
+                          append(all, (*w_uv)->memory());
+                          return all;
+                        },
+                    .drop =
+                        [=] {
+                          w_uk->reset();
+                          w_uv->reset();
+                        }});
 }
 
 void LoadPlan::experts(const std::string& name, int64_t num_experts,
@@ -229,8 +228,8 @@ void LoadPlan::experts(const std::string& name, int64_t num_experts,
 }
 
 void load_checkpoint(LoadPlan& plan, const LoadProgress& progress) {
-  const SafetensorsFolder& folder = plan.folder();
-  const auto total = static_cast<int64_t>(folder.total_bytes());
+  const TensorSource& source = plan.source();
+  const auto total = static_cast<int64_t>(source.total_bytes());
   int64_t done = 0;
   for (LoadItem& item : plan.items()) {
     item.make();
@@ -238,7 +237,7 @@ void load_checkpoint(LoadPlan& plan, const LoadProgress& progress) {
       std::list<std::vector<uint8_t>> staged;
       const auto stage = [&](const SafetensorsView* view) {
         auto& bytes = staged.emplace_back(view->bytes);
-        folder.read(*view, bytes.data());
+        source.read(*view, bytes.data());
         // A tied embedding is read twice.
         done = std::min(total, done + static_cast<int64_t>(view->bytes));
         if (progress) progress(done, total);
@@ -252,13 +251,13 @@ void load_checkpoint(LoadPlan& plan, const LoadProgress& progress) {
         matrix.in_features = spec.kind == WeightSpec::Kind::kVector ? 1 : spec.in;
         matrix.dtype = plan.dtype(name);
         if (matrix.dtype == DType::kInt32) {
-          const std::string fault = weight_shape_fault(folder, name, spec);
-          KDT_CHECK(fault.empty(), folder.folder(), ": ", fault);
-          matrix.data = stage(folder.find(name + ".weight_packed"));
-          matrix.scale = stage(folder.find(name + ".weight_scale"));
+          const std::string fault = weight_shape_fault(source, name, spec);
+          KDT_CHECK(fault.empty(), source.name(), ": ", fault);
+          matrix.data = stage(source.find(name + ".weight_packed"));
+          matrix.scale = stage(source.find(name + ".weight_scale"));
         } else {
           const bool is_vector = spec.kind == WeightSpec::Kind::kVector;
-          matrix.data = stage(folder.find(is_vector ? name : name + ".weight"));
+          matrix.data = stage(source.find(is_vector ? name : name + ".weight"));
         }
         whole.push_back(matrix);
       }

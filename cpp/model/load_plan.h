@@ -31,10 +31,9 @@ struct LoadItem {
 // Lists a model's weights, this rank's slices of them.
 class LoadPlan {
  public:
-  // Throws Error with the first faults when the folder breaks the contract, unknown tensors
+  // Throws Error with the first faults when the source breaks the contract, unknown tensors
   // included. The plan's items refer to `backend`.
-  LoadPlan(Backend& backend, const SafetensorsFolder& folder, WeightSpecs specs,
-           const Shard& shard);
+  LoadPlan(Backend& backend, const TensorSource& source, WeightSpecs specs, const Shard& shard);
 
   // The destinations are filled later and must stay where they are.
   void linear(const std::vector<std::string>& stacked, std::unique_ptr<LinearWeight>* to);
@@ -49,7 +48,7 @@ class LoadPlan {
   // Modules `name`.E.gate_proj, up_proj and down_proj.
   void experts(const std::string& name, int64_t num_experts, std::unique_ptr<ExpertsWeight>* to);
 
-  const SafetensorsFolder& folder() const { return folder_; }
+  const TensorSource& source() const { return source_; }
   const WeightSpecs& specs() const { return specs_; }
   const WeightSpec& spec(const std::string& name) const;
   // Of a module's values once loaded: kFloat32, kBFloat16 or kInt32 (int4).
@@ -63,7 +62,7 @@ class LoadPlan {
   HostMatrix slice(const std::string& name, const HostMatrix& whole, const Shard& shard) const;
 
   Backend& backend_;
-  const SafetensorsFolder& folder_;
+  const TensorSource& source_;
   WeightSpecs specs_;
   Shard shard_;
   std::vector<LoadItem> items_;
@@ -72,7 +71,7 @@ class LoadPlan {
 // Called with the bytes handed over so far and the bytes in all.
 using LoadProgress = std::function<void(int64_t done, int64_t total)>;
 
-// Fills all items of a plan from its folder.
+// Fills all items of a plan from its source.
 void load_checkpoint(LoadPlan& plan, const LoadProgress& progress);
 
 }  // namespace kdt

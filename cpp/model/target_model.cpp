@@ -8,7 +8,7 @@
 namespace kdt {
 
 TargetModel::TargetModel(const Ranks& ranks, const ModelConfig& config,
-                         const SafetensorsFolder& folder, int64_t max_rows, int64_t max_positions,
+                         const TensorSource& source, int64_t max_rows, int64_t max_positions,
                          std::vector<int64_t> tap_layers)
     : ranks_(ranks), backend_(ranks.backend), config_(config), tap_layers_(std::move(tap_layers)) {
   const ModelConfig& c = config_;
@@ -18,7 +18,7 @@ TargetModel::TargetModel(const Ranks& ranks, const ModelConfig& config,
   softmax_scale_ = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.5) *
                                       yarn_softmax_factor(c.rope));
 
-  plan_ = std::make_unique<LoadPlan>(backend, folder, target_weight_specs(c, folder), ranks.shard);
+  plan_ = std::make_unique<LoadPlan>(backend, source, target_weight_specs(c, source), ranks.shard);
   const std::string& p = c.tensor_prefix;
   plan_->table(p + "embed_tokens", &embed_tokens_);
   plan_->vector(p + "norm.weight", &norm_);

@@ -16,10 +16,10 @@ namespace kdt {
 class TargetModel {
  public:
   // `max_rows`: most rows of a forward pass; `max_positions`: positions the rope table covers;
-  // `tap_layers`: layers whose outputs a drafter wants, in its order. Throws Error when the folder
+  // `tap_layers`: layers whose outputs a drafter wants, in its order. Throws Error when the source
   // breaks the contract of its config.json, std::invalid_argument when the model cannot be cut into
   // that many shards.
-  TargetModel(const Ranks& ranks, const ModelConfig& config, const SafetensorsFolder& folder,
+  TargetModel(const Ranks& ranks, const ModelConfig& config, const TensorSource& source,
               int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers);
 
   // The model has no weights until this, which refers to it, is loaded. To be called once.

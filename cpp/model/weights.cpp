@@ -16,9 +16,9 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 }
 
 // Empty when the tensor is as asked.
-std::string fault_of(const SafetensorsFolder& folder, const std::string& name,
+std::string fault_of(const TensorSource& source, const std::string& name,
                      const std::vector<int64_t>& shape, const std::set<std::string>& dtypes) {
-  const SafetensorsView* view = folder.find(name);
+  const SafetensorsView* view = source.find(name);
   if (view == nullptr) return name + ": missing";
   if (view->shape != shape)
     return name + ": shape " + shape_text(view->shape) + ", want " + shape_text(shape);
@@ -77,12 +77,12 @@ int64_t WeightSpec::local_in(const Shard& shard) const {
   return split == Split::kColumns ? slice_count(shard) : in;
 }
 
-WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& folder) {
+WeightSpecs target_weight_specs(const ModelConfig& c, const TensorSource& source) {
   using Kind = WeightSpec::Kind;
   int64_t moe_layers = 0;
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) moe_layers += c.is_moe_layer(l) ? 1 : 0;
-  const auto num_tensors = static_cast<int64_t>(folder.tensors().size());
-  KDT_CHECK(moe_layers * c.n_routed_experts <= num_tensors, folder.folder(),
+  const auto num_tensors = static_cast<int64_t>(source.tensors().size());
+  KDT_CHECK(moe_layers * c.n_routed_experts <= num_tensors, source.name(),
             ": config.json asks for ", moe_layers, " layers of n_routed_experts ",
             c.n_routed_experts, ", the files hold ", num_tensors, " tensors");
   WeightSpecs specs;
@@ -139,7 +139,7 @@ WeightSpecs target_weight_specs(const ModelConfig& c, const SafetensorsFolder& f
   // Layers that predict the token after the next. They have a projection that no other layer has.
   for (int64_t l = c.num_hidden_layers; l < c.num_hidden_layers + c.num_nextn_predict_layers; ++l) {
     const std::string layer = p + "layers." + std::to_string(l) + ".";
-    if (folder.find(layer + "eh_proj.weight") != nullptr) specs[layer] = {Kind::kIgnored};
+    if (source.find(layer + "eh_proj.weight") != nullptr) specs[layer] = {Kind::kIgnored};
   }
   if (p.starts_with("language_model.")) {
     for (const char* part : {"vision_tower.", "mm_projector."}) specs[part] = {Kind::kIgnored};
@@ -166,8 +166,8 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
       specs[attention + part] = by_rows(Kind::kMatrix, c.num_key_value_heads * c.head_dim,
                                         c.hidden_size, c.num_key_value_heads);
     }
-    specs[attention + "o_proj"] = by_columns(c.hidden_size, c.num_attention_heads * c.head_dim,
-                                             c.num_attention_heads);
+    specs[attention + "o_proj"] =
+        by_columns(c.hidden_size, c.num_attention_heads * c.head_dim, c.num_attention_heads);
     specs[attention + "q_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "k_norm.weight"] = {Kind::kVector, c.head_dim};
     specs[attention + "rotary_emb.inv_freq"] = {Kind::kIgnored};
@@ -176,9 +176,9 @@ WeightSpecs draft_weight_specs(const DraftConfig& c) {
   return specs;
 }
 
-std::string find_draft_prefix(const SafetensorsFolder& folder) {
+std::string find_draft_prefix(const TensorSource& source) {
   const bool prefixed =
-      folder.find("fc.weight") == nullptr && folder.find("model.fc.weight") != nullptr;
+      source.find("fc.weight") == nullptr && source.find("model.fc.weight") != nullptr;
   return prefixed ? "model." : "";
 }
 
@@ -186,14 +186,14 @@ void WeightFaults::add(std::string fault) {
   if (++count <= kMaxKept) faults.push_back(std::move(fault));
 }
 
-WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder) {
+WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source) {
   const std::set<std::string> floats = {"BF16", "F32"};
   WeightFaults result;
   std::set<std::string> known;
   const auto want = [&](const std::string& name, const std::vector<int64_t>& shape,
                         const std::set<std::string>& dtypes) {
     known.insert(name);
-    const std::string fault = fault_of(folder, name, shape, dtypes);
+    const std::string fault = fault_of(source, name, shape, dtypes);
     if (!fault.empty()) result.add(fault);
   };
   for (const auto& [name, spec] : specs) {
@@ -202,8 +202,8 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
       want(name, {spec.out}, floats);
       continue;
     }
-    const bool packed = folder.find(name + ".weight_packed") != nullptr;
-    if (!packed && spec.int4 && folder.find(name + ".weight") == nullptr) {
+    const bool packed = source.find(name + ".weight_packed") != nullptr;
+    if (!packed && spec.int4 && source.find(name + ".weight") == nullptr) {
       result.add(name + ": missing, neither .weight_packed (int4) nor .weight is there");
     } else if (!packed) {
       want(name + ".weight", {spec.out, spec.in}, floats);
@@ -221,7 +221,7 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
       known.insert(name + ".weight_shape");
     }
   }
-  for (const auto& [name, view] : folder.tensors()) {
+  for (const auto& [name, view] : source.tensors()) {
     if (known.contains(name) || is_ignored(specs, name)) continue;
     result.add(name + ": the model of config.json has no such tensor");
     if (result.unknown.size() < WeightFaults::kMaxKept) result.unknown.push_back(name);
@@ -229,19 +229,19 @@ WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& fo
   return result;
 }
 
-std::string weight_shape_fault(const SafetensorsFolder& folder, const std::string& name,
+std::string weight_shape_fault(const TensorSource& source, const std::string& name,
                                const WeightSpec& spec) {
   const std::string tensor = name + ".weight_shape";
-  const SafetensorsView* view = folder.find(tensor);
-  if (view == nullptr || folder.find(name + ".weight_packed") == nullptr) return "";
-  const std::string fault = fault_of(folder, tensor, {2}, {"I32", "I64"});
+  const SafetensorsView* view = source.find(tensor);
+  if (view == nullptr || source.find(name + ".weight_packed") == nullptr) return "";
+  const std::string fault = fault_of(source, tensor, {2}, {"I32", "I64"});
   if (!fault.empty()) return fault;
   std::vector<int64_t> stated(2);
   if (view->dtype == "I64") {
-    folder.read(*view, stated.data());
+    source.read(*view, stated.data());
   } else {
     std::array<int32_t, 2> narrow;
-    folder.read(*view, narrow.data());
+    source.read(*view, narrow.data());
     stated.assign(narrow.begin(), narrow.end());
   }
   const std::vector<int64_t> want = {spec.out, spec.in};
@@ -261,8 +261,8 @@ void check_groups(const char* key, int64_t value, int64_t group, const Shard& sh
                   const char* instead) {
   check_divides(key, value, shard);
   KDT_CHECK_ARGUMENT(group == 0 || value / shard.size % group == 0, "tensor_parallel_size is ",
-                     shard.size, ": a slice of ", key, " ", value, " would be ",
-                     value / shard.size, ", no multiple of the int4 group_size ", group, instead);
+                     shard.size, ": a slice of ", key, " ", value, " would be ", value / shard.size,
+                     ", no multiple of the int4 group_size ", group, instead);
 }
 
 }  // namespace
@@ -293,8 +293,10 @@ void check_shard(const DraftConfig& c, const Shard& shard) {
   check_divides("the drafter's hidden_size", c.hidden_size, shard);
   const int64_t kv = c.num_key_value_heads;
   KDT_CHECK_ARGUMENT(kv % shard.size == 0 || shard.size % kv == 0, "tensor_parallel_size is ",
-                     shard.size, ", which neither divides nor is divided by the drafter's "
-                     "num_key_value_heads, ", kv);
+                     shard.size,
+                     ", which neither divides nor is divided by the drafter's "
+                     "num_key_value_heads, ",
+                     kv);
 }
 
 }  // namespace kdt

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "io/safetensors.h"
+#include "io/tensor_source.h"
 #include "model/config.h"
 #include "model/shard.h"
 
@@ -41,13 +41,13 @@ struct WeightSpec {
 
 using WeightSpecs = std::map<std::string, WeightSpec>;
 
-// Throws Error when the config names more experts than `folder` has tensors: then the list would
+// Throws Error when the config names more experts than `source` has tensors: then the list would
 // have no bound but memory.
-WeightSpecs target_weight_specs(const ModelConfig& config, const SafetensorsFolder& folder);
+WeightSpecs target_weight_specs(const ModelConfig& config, const TensorSource& source);
 WeightSpecs draft_weight_specs(const DraftConfig& config);
 
 // A drafter's names begin with "model." or with nothing; only the tensors tell which.
-std::string find_draft_prefix(const SafetensorsFolder& folder);
+std::string find_draft_prefix(const TensorSource& source);
 
 struct WeightFaults {
   static constexpr size_t kMaxKept = 20;
@@ -62,11 +62,11 @@ struct WeightFaults {
 };
 
 // Compares the headers with the contract.
-WeightFaults check_weights(const WeightSpecs& specs, const SafetensorsFolder& folder);
+WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source);
 
 // The fault of `name`.weight_shape, which repeats an int4 matrix' [out, in]; "" when it is right or
 // absent. Reads the file.
-std::string weight_shape_fault(const SafetensorsFolder& folder, const std::string& name,
+std::string weight_shape_fault(const TensorSource& source, const std::string& name,
                                const WeightSpec& spec);
 
 // Throws std::invalid_argument when the modules cannot be cut into that many slices, naming the key
