@@ -9,9 +9,10 @@
 namespace kdt::cuda {
 namespace {
 
+constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+
 // Rows and their lengths fit the kernels' 32-bit positions and grids.
 void check_size(const char* op, const Tensor& logits) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   KDT_CHECK(logits.dim(1) <= kMost && logits.dim(0) <= kMost / num_logits_chunks(logits.dim(1)), op,
             ": logits ", logits.to_string(), " are too many for cuda");
 }
@@ -50,15 +51,19 @@ void CudaBackend::topk_logprobs(const TopkLogprobsArgs& args) {
 
 void CudaBackend::merge_topk(const MergeTopkArgs& args) {
   check_merge_topk(args);
+  const int64_t parts = args.part_ids.dim(0), rows = args.part_ids.dim(1),
+                part_k = args.part_ids.dim(2);
+  KDT_CHECK(args.part_ids.numel() <= kMost, "merge_topk: part_ids ", args.part_ids.to_string(),
+            " are too many for cuda");
   launch_merge_topk({.part_logprobs = args.part_logprobs.data<float>(),
                      .part_ids = args.part_ids.data<int32_t>(),
                      .log_sums = args.log_sums.data<float>(),
                      .logprobs = args.logprobs.data<float>(),
                      .ids = args.ids.data<int32_t>(),
-                     .num_parts = args.part_ids.dim(0),
-                     .num_rows = args.part_ids.dim(1),
-                     .part_k = args.part_ids.dim(2),
-                     .k = args.ids.dim(1)},
+                     .num_parts = static_cast<int32_t>(parts),
+                     .num_rows = static_cast<int32_t>(rows),
+                     .part_k = static_cast<int32_t>(part_k),
+                     .k = static_cast<int32_t>(args.ids.dim(1))},
                     stream_);
 }
 

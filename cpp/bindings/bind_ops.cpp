@@ -2,6 +2,9 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <limits>
+#include <tuple>
+
 #include "backend/checks.h"
 #include "bindings/ops.h"
 
@@ -145,27 +148,101 @@ Floats linear(Argument x_in, Argument weight_in, Argument scale_in) {
   return out;
 }
 
-std::pair<Floats, Ints> topk_logprobs(Argument logits_in, Argument k_in, Argument temperature_in) {
+struct TopkInput {
+  Floats logits;
+  int64_t k;
+  float temperature;
+};
+
+TopkInput topk_input(Argument logits_in, Argument k_in, Argument temperature_in) {
   const Floats logits = floats("logits", logits_in, 2);
   const int64_t k = within("k", k_in, 1, logits.shape(1));
   const float temperature = positive("temperature", temperature_in);
   KDT_CHECK_ARGUMENT(std::isfinite(1 / temperature), "temperature is ", temperature,
                      "; want more, as logits are divided by it");
-  Floats logprobs = empty({logits.shape(0), k});
-  Ints ids(std::vector<py::ssize_t>{logits.shape(0), k});
-  cpu_backend().topk_logprobs({.logits = as_tensor(logits),
-                               .temperature = temperature,
+  return {logits, k, temperature};
+}
+
+std::pair<Floats, Ints> topk_logprobs(Argument logits_in, Argument k_in, Argument temperature_in) {
+  const TopkInput in = topk_input(logits_in, k_in, temperature_in);
+  Floats logprobs = empty({in.logits.shape(0), in.k});
+  Ints ids(std::vector<py::ssize_t>{in.logits.shape(0), in.k});
+  cpu_backend().topk_logprobs({.logits = as_tensor(in.logits),
+                               .temperature = in.temperature,
                                .logprobs = as_tensor(logprobs),
                                .ids = as_tensor(ids)});
   return {logprobs, ids};
 }
 
-Ints argmax(Argument logits_in) {
+constexpr int64_t kMostIds = std::numeric_limits<int32_t>::max();
+
+std::tuple<Floats, Ints, Floats> topk_part(Argument logits_in, Argument k_in,
+                                           Argument temperature_in, Argument first_id_in) {
+  const TopkInput in = topk_input(logits_in, k_in, temperature_in);
+  Floats values = empty({in.logits.shape(0), in.k}), log_sums = empty({in.logits.shape(0)});
+  Ints ids(std::vector<py::ssize_t>{in.logits.shape(0), in.k});
+  cpu_backend().topk_logprobs(
+      {.logits = as_tensor(in.logits),
+       .temperature = in.temperature,
+       .logprobs = as_tensor(values),
+       .ids = as_tensor(ids),
+       .log_sums = as_tensor(log_sums),
+       .first_id = within("first_id", first_id_in, 0, kMostIds - in.logits.shape(1))});
+  return {values, ids, log_sums};
+}
+
+std::pair<Floats, Ints> merge_topk(Argument values_in, Argument ids_in, Argument log_sums_in,
+                                   Argument k_in) {
+  const Floats values = floats("values", values_in, 3),
+               log_sums = floats("log_sums", log_sums_in, 2);
+  const Ints part_ids = ints("ids", ids_in, 3);
+  const int64_t parts = values.shape(0), rows = values.shape(1), part_k = values.shape(2);
+  check_shape("ids", part_ids, {parts, rows, part_k});
+  check_shape("log_sums", log_sums, {parts, rows});
+  const int64_t k = within("k", k_in, 1, parts * part_k);
+  Floats logprobs = empty({rows, k});
+  Ints ids(std::vector<py::ssize_t>{rows, k});
+  cpu_backend().merge_topk({.part_logprobs = as_tensor(values),
+                            .part_ids = as_tensor(part_ids),
+                            .log_sums = as_tensor(log_sums),
+                            .logprobs = as_tensor(logprobs),
+                            .ids = as_tensor(ids)});
+  return {logprobs, ids};
+}
+
+std::pair<Ints, Floats> argmax_part(Argument logits_in, Argument first_id_in) {
   const Floats logits = floats("logits", logits_in, 2);
   KDT_CHECK_ARGUMENT(logits.shape(1) > 0, "logits has rows of 0 values; want at least 1");
   Ints ids(std::vector<py::ssize_t>{logits.shape(0)});
-  cpu_backend().argmax({.logits = as_tensor(logits), .ids = as_tensor(ids)});
-  return ids;
+  Floats values = empty({logits.shape(0)});
+  cpu_backend().argmax(
+      {.logits = as_tensor(logits),
+       .ids = as_tensor(ids),
+       .values = as_tensor(values),
+       .first_id = within("first_id", first_id_in, 0, kMostIds - logits.shape(1))});
+  return {ids, values};
+}
+
+Ints argmax(Argument logits_in) { return argmax_part(logits_in, py::int_(0)).first; }
+
+Floats embed(Argument table_in, Argument ids_in, Argument first_id_in, Argument vocab_size_in) {
+  const Floats table = floats("table", table_in, 2);
+  const Ints ids = ints("token_ids", ids_in, 1);
+  const int64_t vocab_size = within("vocab_size", vocab_size_in, 0, kMostIds);
+  const int64_t first_id = within("first_id", first_id_in, 0, vocab_size);
+  const int64_t end = vocab_size == 0 ? table.shape(0) : vocab_size;
+  for (int64_t i = 0; i < ids.size(); ++i) {
+    const int32_t id = ids.data()[i];
+    KDT_CHECK_ARGUMENT(id >= 0 && id < end, "token_ids[", i, "] is ", id,
+                       "; want 0 or more and less than ", end);
+  }
+  Floats out = empty({ids.size(), table.shape(1)});
+  cpu_backend().embed({.table = as_tensor(table),
+                       .token_ids = as_tensor(ids),
+                       .out = as_tensor(out),
+                       .first_id = first_id,
+                       .vocab_size = vocab_size});
+  return out;
 }
 
 Ints sample_tokens(Argument logits_in, Argument temperature_in, Argument uniforms_in) {
@@ -222,7 +299,7 @@ std::pair<Ints, Floats> moe_route(Argument logits_in, Argument bias_in, Argument
 }
 
 Floats moe_experts(Argument x_in, Argument ids_in, Argument weights_in, Argument gate_in,
-                   Argument up_in, Argument down_in) {
+                   Argument up_in, Argument down_in, Argument first_expert_in) {
   const Floats x = floats("x", x_in, 2), weights = floats("weights", weights_in, 2);
   const Ints ids = ints("ids", ids_in, 2);
   const Floats gate = floats("gate", gate_in, 3), up = floats("up", up_in, 3),
@@ -233,6 +310,7 @@ Floats moe_experts(Argument x_in, Argument ids_in, Argument weights_in, Argument
   check_shape("x", x, {x.shape(0), gate.shape(2)});
   check_shape("ids", ids, {x.shape(0), ids.shape(1)});
   check_shape("weights", weights, {x.shape(0), ids.shape(1)});
+  const int64_t first_expert = within("first_expert", first_expert_in, 0, kMostIds - gate.shape(0));
   std::vector<HostExpert> experts;
   const auto matrix = [](const Floats& all, int64_t expert) {
     return HostMatrix{.data = reinterpret_cast<const uint8_t*>(all.data(expert)),
@@ -249,7 +327,8 @@ Floats moe_experts(Argument x_in, Argument ids_in, Argument weights_in, Argument
                              .ids = as_tensor(ids),
                              .weights = as_tensor(weights),
                              .experts = prepared.get(),
-                             .out = as_tensor(out)});
+                             .out = as_tensor(out),
+                             .first_expert = first_expert});
   return out;
 }
 
@@ -263,14 +342,21 @@ void register_ops(py::module_& m) {
   m.def("op_linear", &linear, py::arg("x"), py::arg("weight"), py::arg("scale") = py::none());
   m.def("op_topk_logprobs", &topk_logprobs, py::arg("logits"), py::arg("k"),
         py::arg("temperature") = 1.0f);
+  m.def("op_topk_part", &topk_part, py::arg("logits"), py::arg("k"), py::arg("temperature") = 1.0f,
+        py::arg("first_id") = 0);
+  m.def("op_merge_topk", &merge_topk, py::arg("values"), py::arg("ids"), py::arg("log_sums"),
+        py::arg("k"));
   m.def("op_argmax", &argmax, py::arg("logits"));
+  m.def("op_argmax_part", &argmax_part, py::arg("logits"), py::arg("first_id") = 0);
+  m.def("op_embed", &embed, py::arg("table"), py::arg("token_ids"), py::arg("first_id") = 0,
+        py::arg("vocab_size") = 0);
   m.def("op_sample_tokens", &sample_tokens, py::arg("logits"), py::arg("temperature"),
         py::arg("uniforms"));
   m.def("op_silu_mul", &silu_mul, py::arg("gate_up"));
   m.def("op_moe_route", &moe_route, py::arg("logits"), py::arg("bias"), py::arg("top_k"),
         py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"), py::arg("scale"));
   m.def("op_moe_experts", &moe_experts, py::arg("x"), py::arg("ids"), py::arg("weights"),
-        py::arg("gate"), py::arg("up"), py::arg("down"));
+        py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("first_expert") = 0);
 }
 
 }  // namespace kdt

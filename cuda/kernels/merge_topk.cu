@@ -10,21 +10,21 @@ constexpr int kThreads = 256;
 
 // The logarithm of the sum of exp(log_sums[part * stride]); not finite where there is no
 // distribution. By one thread: its order is part of the result.
-__device__ float merged_log_sum(const float* log_sums, int64_t parts, int64_t stride) {
+__device__ float merged_log_sum(const float* log_sums, int parts, int64_t stride) {
   float top = minus_infinity();
-  for (int64_t part = 0; part < parts; ++part) {
+  for (int part = 0; part < parts; ++part) {
     const float x = log_sums[part * stride];
     if (!(x < -minus_infinity())) return x;
     top = fmaxf(top, x);
   }
   if (top == minus_infinity()) return top;
   double sum = 0;
-  for (int64_t part = 0; part < parts; ++part)
+  for (int part = 0; part < parts; ++part)
     sum += exp(static_cast<double>(log_sums[part * stride]) - top);
   return static_cast<float>(top + log(sum));
 }
 
-__host__ __device__ int64_t blocks_of_row(const MergeTopkParams& p) {
+__host__ __device__ int blocks_of_row(const MergeTopkParams& p) {
   return (p.num_parts * p.part_k + kThreads - 1) / kThreads;
 }
 
@@ -32,26 +32,29 @@ __host__ __device__ int64_t blocks_of_row(const MergeTopkParams& p) {
 // because a part's are in order. Equals go by part.
 __global__ void __launch_bounds__(kThreads) merge_topk_kernel(const MergeTopkParams p) {
   auto& log_sum = *reinterpret_cast<float*>(shared_memory());
-  const int64_t row = blockIdx.x / blocks_of_row(p);
+  const int row = static_cast<int>(blockIdx.x) / blocks_of_row(p);
   if (threadIdx.x == 0) log_sum = merged_log_sum(p.log_sums + row, p.num_parts, p.num_rows);
   __syncthreads();
 
-  const int64_t candidate = blockIdx.x % blocks_of_row(p) * kThreads + threadIdx.x;
-  const int64_t own = candidate / p.part_k, column = candidate % p.part_k;
+  const int candidate =
+      static_cast<int>(blockIdx.x) % blocks_of_row(p) * kThreads + static_cast<int>(threadIdx.x);
+  const int own = candidate / p.part_k, column = candidate % p.part_k;
   if (own >= p.num_parts || column >= p.k) return;
-  const auto at = [&](int64_t part, int64_t i) { return (part * p.num_rows + row) * p.part_k + i; };
-  const auto order_at = [&](int64_t part, int64_t i) {
+  const auto at = [&](int part, int i) {
+    return (static_cast<int64_t>(part) * p.num_rows + row) * p.part_k + i;
+  };
+  const auto order_at = [&](int part, int i) {
     const float x = p.part_logprobs[at(part, i)];
     return ordered(x == x ? x : minus_infinity());
   };
   const uint32_t order = order_at(own, column);
-  int64_t rank = column;
-  for (int64_t part = 0; part < p.num_parts && rank < p.k; ++part) {
+  int rank = column;
+  for (int part = 0; part < p.num_parts && rank < p.k; ++part) {
     if (part == own) continue;
     const uint32_t least = part < own ? order : order + 1;
-    int64_t begin = 0, end = p.part_k;  // those before `begin` reach it, those from `end` on do not
+    int begin = 0, end = p.part_k;  // those before `begin` reach it, those from `end` on do not
     while (begin < end) {
-      const int64_t middle = (begin + end) / 2;
+      const int middle = (begin + end) / 2;
       if (order_at(part, middle) >= least) {
         begin = middle + 1;
       } else {
@@ -62,18 +65,17 @@ __global__ void __launch_bounds__(kThreads) merge_topk_kernel(const MergeTopkPar
   }
   if (rank >= p.k) return;
   const float value = number_of(order);
-  p.ids[row * p.k + rank] = p.part_ids[at(own, column)];
-  p.logprobs[row * p.k + rank] = isfinite(log_sum) && value != minus_infinity()
-                                     ? __fsub_rn(p.part_logprobs[at(own, column)], log_sum)
-                                     : minus_infinity();
+  const int64_t to = static_cast<int64_t>(row) * p.k + rank;
+  p.ids[to] = p.part_ids[at(own, column)];
+  p.logprobs[to] = isfinite(log_sum) && value != minus_infinity()
+                       ? __fsub_rn(p.part_logprobs[at(own, column)], log_sum)
+                       : minus_infinity();
 }
 
 }  // namespace
 
 void launch_merge_topk(const MergeTopkParams& params, cudaStream_t stream) {
-  const int64_t blocks = params.num_rows * blocks_of_row(params);
-  KDT_CHECK(blocks < (int64_t{1} << 31), "merge_topk: ", params.num_rows, " rows of ",
-            params.num_parts, " parts with ", params.part_k, " each are too many for cuda");
+  const int blocks = params.num_rows * blocks_of_row(params);
   launch<merge_topk_kernel>(dim3(static_cast<unsigned>(blocks)), kThreads, sizeof(float), stream,
                             params);
 }

@@ -13,7 +13,7 @@ struct MergeTopkParams {
   const float* log_sums;       // [num_parts, num_rows]
   float* logprobs;             // [num_rows, k]
   int32_t* ids;                // the same
-  int64_t num_parts, num_rows, part_k, k;
+  int32_t num_parts, num_rows, part_k, k;
 };
 void launch_merge_topk(const MergeTopkParams& params, cudaStream_t stream);
 

@@ -148,6 +148,24 @@ def accept_tree(
 def inspect_checkpoint(folder: str) -> dict[str, Any]:
     """Config, tensors and faults of a checkpoint folder, from its headers; loads no weights."""
 
+def synth_checkpoint(
+    like: str,
+    *,
+    layers: int = 0,
+    experts: int = 0,
+    hidden: int = 0,
+    vocab: int = 0,
+    seed: int = 0,
+    drafter: bool = False,
+) -> dict[str, Any]:
+    """A checkpoint made by rule; 0 takes the number of the model named. Use `kdtree_engine.synth`.
+
+    config, generation_config (text of the files), vocab_size, num_tensors, bytes (of tensors),
+    bytes_by_part, shards (a list of dicts: file, header, offset, bytes), and read(offset, out),
+    which fills the buffer `out` with data from `offset` of all shards' data in a row; for use from
+    any thread. ValueError names the option that no model can have.
+    """
+
 def measure_cpu(num_threads: int = 0, cache_bytes: int = 16 << 20) -> dict[str, Any]:
     """Ceilings of this CPU, measured in about a second.
 
@@ -170,7 +188,28 @@ def op_linear(x: F32, weight: npt.NDArray[Any], scale: npt.NDArray[Any] | None =
     """
 
 def op_topk_logprobs(logits: F32, k: int, temperature: float = 1.0) -> tuple[F32, I32]: ...
+def op_topk_part(
+    logits: F32, k: int, temperature: float = 1.0, first_id: int = 0
+) -> tuple[F32, I32, F32]:
+    """For a part of a vocabulary: logit / temperature [R, k], ids [R, k] from first_id on, and the
+    logarithm [R] of the sum of exp(logit / temperature)."""
+
+def op_merge_topk(values: F32, ids: I32, log_sums: F32, k: int) -> tuple[F32, I32]:
+    """Log-probabilities and ids [R, k] over a vocabulary from what op_topk_part gave for its parts.
+
+    values, ids [N, R, k'], the parts in the order of their ids; log_sums [N, R]; k <= N * k'.
+    """
+
 def op_argmax(logits: F32) -> I32: ...
+def op_argmax_part(logits: F32, first_id: int = 0) -> tuple[I32, F32]:
+    """first_id plus the first greatest of each row [R], and it; -1 and -inf for a row of NaN."""
+
+def op_embed(table: F32, token_ids: I32, first_id: int = 0, vocab_size: int = 0) -> F32:
+    """Rows of a table whose first is first_id's, zeros for the vocabulary's other ids.
+
+    vocab_size 0: the table has all rows.
+    """
+
 def op_sample_tokens(logits: F32, temperature: float, uniforms: npt.NDArray[np.float64]) -> I32:
     """One token a row of [R, V] by inverse CDF of softmax(logits / temperature), in float64.
 
@@ -187,8 +226,13 @@ def op_moe_route(
     norm_topk_prob: bool,
     scale: float,
 ) -> tuple[I32, F32]: ...
-def op_moe_experts(x: F32, ids: I32, weights: F32, gate: F32, up: F32, down: F32) -> F32:
-    """Sum over experts: x [T, H], ids, weights [T, k], gate, up [E, I, H], down [E, H, I]."""
+def op_moe_experts(
+    x: F32, ids: I32, weights: F32, gate: F32, up: F32, down: F32, first_expert: int = 0
+) -> F32:
+    """Sum over experts: x [T, H], ids, weights [T, k], gate, up [E, I, H], down [E, H, I].
+
+    The experts are first_expert and those that follow it; other ids add nothing.
+    """
 
 def op_mla_attention(
     q: F32,

@@ -146,6 +146,64 @@ def test_the_compiled_walk_gives_the_bundles(name):
         assert bonus == case["bonus"][row]
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_compiled_choices_over_parts_of_a_vocabulary(parts, temperature):
+    core = compiled()
+    rng = np.random.default_rng(parts)
+    logits = kdtr.to_bf16(rng.normal(0, 3, (9, 800))).to_float32()
+    logits[rng.random(logits.shape) < 0.1] = np.nan
+    logits[1, 300:] = -np.inf
+    logits[2] = np.nan
+    width, k = 800 // parts, 150
+    cut = [
+        core.op_topk_part(
+            logits[:, first : first + width], min(k, width), temperature, first_id=first
+        )
+        for first in range(0, 800, width)
+    ]
+    values, ids, log_sums = (np.stack(arrays) for arrays in zip(*cut, strict=True))
+    want = topk.topk_logprobs(logits, k, temperature)
+    for got in (
+        core.op_merge_topk(values, ids, log_sums, k=k),
+        topk.merge_topk(values, ids, log_sums, k),
+    ):
+        assert np.array_equal(got[1], want[1])
+        assert np.allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
+
+    best, value = core.op_argmax_part(logits[:, width * (parts - 1) :], 800 - width)
+    last = topk.argmax(logits[:, 800 - width :])
+    assert np.array_equal(best, np.where(last < 0, -1, last + 800 - width))
+    assert np.array_equal(value[0], logits[0, best[0]]) and value[2] == -np.inf
+
+
+def test_the_compiled_embedding_and_experts_of_a_part():
+    core = compiled()
+    rng = np.random.default_rng(6)
+    table = rng.standard_normal((12, 5)).astype(np.float32)
+    ids = np.array([0, 11, 5, 6, 5], np.int32)
+    halves = [core.op_embed(table[f : f + 6], ids, first_id=f, vocab_size=12) for f in (0, 6)]
+    assert np.array_equal(halves[0] + halves[1], table[ids])
+    assert np.array_equal(core.op_embed(table, ids), table[ids])
+    with pytest.raises(ValueError, match=r"token_ids\[1\] is 11; want 0 or more and less than 6"):
+        core.op_embed(table[:6], ids)
+    with pytest.raises(ValueError, match="first_id is 13; want 0 to 12"):
+        core.op_embed(table, ids, 13, 12)
+
+    x, weights = rng.standard_normal((3, 8)), rng.random((3, 2))
+    chosen = np.array([[0, 3], [2, 1], [3, 3]], np.int32)
+    gate, up, down = (rng.standard_normal((4, 8, 8)) for _ in range(3))
+    whole = core.op_moe_experts(x, chosen, weights, gate, up, down)
+    parts = [
+        core.op_moe_experts(
+            x, chosen, weights, gate[f : f + 2], up[f : f + 2], down[f : f + 2], first_expert=f
+        )
+        for f in (0, 2)
+    ]
+    assert np.allclose(parts[0] + parts[1], whole, rtol=0, atol=1e-4 * np.abs(whole).max())
+    assert not core.op_moe_experts(x, chosen, weights, gate, up, down, first_expert=4).any()
+
+
 @pytest.mark.parametrize("vocab", [1, 31, 1000, 5001])
 @pytest.mark.parametrize("temperature", [0.1, 0.8, 3.0])
 def test_the_compiled_sampler_gives_the_references_tokens(vocab, temperature):

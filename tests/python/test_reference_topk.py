@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from kdtree_engine.reference.topk import argmax, topk_logprobs
+from kdtree_engine.reference.topk import argmax, merge_topk, topk_logprobs
 
 INF = float("inf")
 
@@ -72,6 +72,27 @@ def test_large_logits_do_not_overflow():
 def test_refuses_what_has_no_meaning(k, temperature):
     with pytest.raises(ValueError, match=r"k is|temperature is"):
         topk_logprobs(np.zeros((1, 3)), k, temperature)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_give_the_whole(parts):
+    rng = np.random.default_rng(parts)
+    logits = np.round(rng.normal(0, 4, (6, 30))).astype(np.float32)  # many equals
+    logits[1, rng.random(30) < 0.8] = -INF
+    logits[2] = -INF
+    logits[3, :15] = -INF
+    logits[4, 7] = INF
+    cut = logits.reshape(6, parts, -1).swapaxes(0, 1)
+    order = np.argsort(-cut, axis=-1, kind="stable")
+    with np.errstate(divide="ignore"):
+        sums = np.log(np.exp(cut.astype(np.float64)).sum(axis=-1))
+    ids = order + (np.arange(parts) * (30 // parts))[:, None, None]
+    got = merge_topk(np.take_along_axis(cut, order, axis=-1), ids, sums, 9)
+    want = topk_logprobs(logits, 9)
+    assert np.array_equal(got[1], want[1]) and got[1].dtype == np.int32
+    assert np.allclose(got[0], want[0], rtol=0, atol=1e-6) and got[0].dtype == np.float32
+    with pytest.raises(ValueError, match="k is 10, want 1 to the 9"):
+        merge_topk(np.zeros((3, 1, 3)), np.zeros((3, 1, 3)), np.zeros((3, 1)), 10)
 
 
 def test_argmax_takes_the_first_greatest_number():

@@ -1,4 +1,4 @@
-"""Top-k log-probabilities of rows of logits over the full vocabulary."""
+"""Top-k log-probabilities of rows of logits over the full vocabulary, also from its parts."""
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,36 @@ def topk_logprobs(logits: npt.ArrayLike, k: int, temperature: float = 1.0) -> tu
         logprobs = np.take_along_axis(x, ids, axis=-1) - lse
     logprobs[~np.broadcast_to(has_distribution, logprobs.shape)] = -np.inf
     return logprobs, ids.astype(np.int32)
+
+
+def merge_topk(
+    values: npt.ArrayLike, ids: npt.ArrayLike, log_sums: npt.ArrayLike, k: int
+) -> tuple[F32, I32]:
+    """The same from a vocabulary's N parts.
+
+    Of each part: its k' greatest logits, divided by the temperature, as `values` [N, R, k'] with
+    their `ids`, and the logarithm of the sum of all its exponentials, `log_sums` [N, R]. Equals
+    stay in order, which with parts in the order of their ids is that of the ids.
+
+    lse is summed in float64 in the order of the parts and rounded once. Raises ValueError unless
+    1 <= k <= N * k'.
+    """
+    parts = np.moveaxis(np.asarray(values, np.float32), 0, 1)
+    rows = parts.shape[0]
+    flat = parts.reshape(rows, -1)
+    flat_ids = np.moveaxis(np.asarray(ids, np.int32), 0, 1).reshape(rows, -1)
+    if not 1 <= k <= flat.shape[1]:
+        raise ValueError(f"k is {k}, want 1 to the {flat.shape[1]} candidates of a row")
+    order = np.argsort(-flat, axis=-1, kind="stable")[:, :k]
+    sums = np.asarray(log_sums, np.float32).astype(np.float64)
+    greatest = sums.max(axis=0)
+    has_distribution = np.isfinite(greatest)
+    shift = np.where(has_distribution, greatest, 0)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        lse = (shift + np.log(np.exp(sums - shift).sum(axis=0))).astype(np.float32)
+        logprobs = np.take_along_axis(flat, order, axis=-1) - lse[:, None]
+    logprobs[~has_distribution] = -np.inf
+    return logprobs, np.take_along_axis(flat_ids, order, axis=-1)
 
 
 def argmax(logits: npt.ArrayLike) -> I32:

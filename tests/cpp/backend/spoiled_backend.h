@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "op_test.h"
+#include "parallel/communicator.h"
 
 namespace kdt::test {
 
@@ -35,6 +36,9 @@ class Spoiled final : public Backend {
     inner_->fill_expert(weight, index, e);
   }
   std::string weight_layout() const override { return inner_->weight_layout(); }
+  std::unique_ptr<Communicator> make_communicator(RankGroup& group) override {
+    return inner_->make_communicator(group);
+  }
   std::unique_ptr<KvCache> make_mla_cache(int64_t l, int64_t n, int64_t b, int64_t rank,
                                           int64_t rope) override {
     return inner_->make_mla_cache(l, n, b, rank, rope);
