@@ -152,14 +152,21 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
   if (!progress.is_none()) {
     KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
                        "; want a function or None");
+    // A rank that was given up may call it after this function has returned.
+    const std::shared_ptr<PyObject> call(Py_NewRef(progress.ptr()), [](PyObject* object) {
+      try {
+        const GilAcquire acquire;
+        Py_DECREF(object);
+      } catch (const Error&) {  // the interpreter has ended, and all objects with it
+      }
+    });
     // Python hears of it a few hundred times at most, however many tensors there are.
-    options.progress = [call = progress.ptr(), told = int64_t{0}](int64_t done,
-                                                                  int64_t total) mutable {
+    options.progress = [call, told = int64_t{0}](int64_t done, int64_t total) mutable {
       if (done < total && done - told < total / 256) return;
       told = done;
       const GilAcquire acquire;
       // Without objects that unwinding would release, should Python end the thread in there.
-      PyObject* result = PyObject_CallFunction(call, "LL", static_cast<long long>(done),
+      PyObject* result = PyObject_CallFunction(call.get(), "LL", static_cast<long long>(done),
                                                static_cast<long long>(total));
       if (result == nullptr) throw py::error_already_set();
       Py_DECREF(result);
