@@ -305,7 +305,7 @@ KDT_TEST(wrong_shapes_are_refused) {
   EXPECT_THROWS("linear: x f32[2, 31], weight [8, 32]",
                 b.linear(output(b, {2, 31}).tensor, *weight, output(b, {2, 8}).tensor));
   EXPECT_THROWS("linear:", b.linear(output(b, {2, 32}).tensor, *weight, output(b, {3, 8}).tensor));
-  EXPECT_THROWS("prepare_linear: no matrix", b.prepare_linear({}));
+  EXPECT_THROWS("make_linear: no matrix", b.prepare_linear({}));
   EXPECT_THROWS("in_features 64 beside 32", b.prepare_linear({matrix.host(), other.host()}));
   HostMatrix int4 = matrix.host();
   int4.dtype = DType::kInt32;

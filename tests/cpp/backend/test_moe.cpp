@@ -403,9 +403,9 @@ KDT_TEST(experts_of_unequal_shapes_are_refused) {
   const Matrix wide = random_matrix(DType::kFloat32, 8, 16, 1),
                tall = random_matrix(DType::kFloat32, 16, 8, 1);
   EXPECT_THROWS("prepare_experts: no expert", b.prepare_experts({}));
-  EXPECT_THROWS("gate or up is [16, 8], want [8, 16]",
+  EXPECT_THROWS("fill_expert: up is f32 [16, 8], want f32 [8, 16]",
                 b.prepare_experts({{wide.host(), tall.host(), tall.host()}}));
-  EXPECT_THROWS("down is [8, 16], want [16, 8]",
+  EXPECT_THROWS("fill_expert: down is f32 [8, 16], want f32 [16, 8]",
                 b.prepare_experts({{wide.host(), wide.host(), wide.host()}}));
 }
 
