@@ -111,12 +111,18 @@ void Meeting::end(std::string reason) {
   on_end();
 }
 
-void Meeting::end_for_missing() {
-  std::vector<int> missing;
+std::vector<int> Meeting::missing() const {
+  std::vector<int> ranks;
   for (int seat = 0; seat < local; ++seat) {
-    if (!seats_[seat].here) missing.push_back(first + seat);
+    if (!seats_[seat].here) ranks.push_back(first + seat);
   }
-  end(join(names(missing, size), " did not come within ", timeout_s, " s"));
+  return ranks;
+}
+
+void Meeting::end_for_missing() {
+  const std::vector<int> ranks = missing();
+  if (ranks.empty()) return;  // the call is about to be complete
+  end(join(names(ranks, size), " did not come within ", timeout_s, " s"));
 }
 
 // Copies while it holds the mutex: no rank whose memory is used can leave meanwhile, and one

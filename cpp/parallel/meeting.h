@@ -61,6 +61,9 @@ class Meeting {
   // The group has just ended.
   virtual void on_end() {}
   void end(std::string reason);
+  void end_for_missing();
+  // The ranks that have not come to the present call.
+  virtual std::vector<int> missing() const;
   Time after_timeout() const;
   void wait(Lock& lock, Time deadline);
   // "rank 2 was called for ..., rank 3 for ...".
@@ -78,7 +81,6 @@ class Meeting {
 
  private:
   bool complete(Lock& lock);
-  void end_for_missing();
 
   bool exchanging_ = false;
 };
