@@ -58,7 +58,8 @@ py::dict synth_checkpoint(py::handle like, py::handle layers, py::handle experts
         KDT_CHECK_ARGUMENT(info.ndim == 1 && info.strides[0] == info.itemsize, "out has ",
                            info.ndim, " dimensions or gaps; want one without");
         const GilRelease release;
-        source->read_range(static_cast<uint64_t>(offset), info.size * info.itemsize, info.ptr);
+        source->read_range(nullptr, static_cast<uint64_t>(offset), info.size * info.itemsize,
+                           info.ptr);
       },
       py::arg("offset"), py::arg("out"));
   return d;

@@ -45,7 +45,9 @@ std::string numbered(const char* format, int64_t index, int64_t count) {
 }  // namespace
 
 SynthSource::SynthSource(const SynthModel& model, Part part, uint64_t seed)
-    : fp8_(model.config.fp8 && part == Part::kTarget), seed_(seed) {
+    : name_(part == Part::kTarget ? model.name : model.name + "/drafter"),
+      fp8_(model.config.fp8 && part == Part::kTarget),
+      seed_(seed) {
   if (part == Part::kTarget) {
     list_target(model);
   } else {
@@ -71,8 +73,8 @@ void SynthSource::tensor(const char* part, const std::string& name, const char* 
   bytes_by_part_[part] += bytes;
 }
 
-void SynthSource::norm(const std::string& name, int64_t size) {
-  tensor("norms", name, "BF16", {size}, recipe("norm", [] { return normal_bf16(1, kNormSpread); }));
+void SynthSource::norm(const char* part, const std::string& name, int64_t size) {
+  tensor(part, name, "BF16", {size}, recipe("norm", [] { return normal_bf16(1, kNormSpread); }));
 }
 
 void SynthSource::matrix(const char* part, const std::string& module, int64_t out, int64_t in,
@@ -133,7 +135,7 @@ void SynthSource::list_target(const SynthModel& model) {
     if (layer + 1 < count) end_shard(numbered(format, layer + 1, count));
   }
   if (!fp8_) embedding();
-  norm(c.tensor_prefix + "norm.weight", c.hidden_size);
+  norm("norms", c.tensor_prefix + "norm.weight", c.hidden_size);
   matrix("head", c.lm_head_name.substr(0, c.lm_head_name.rfind('.')), c.vocab_size, c.hidden_size,
          kLogitSpread);
   end_shard(numbered(format, count, count));
@@ -142,10 +144,10 @@ void SynthSource::list_target(const SynthModel& model) {
 void SynthSource::list_layer(const ModelConfig& c, int64_t index) {
   const std::string layer = join(c.tensor_prefix, "layers.", index, ".");
   const std::string attention = layer + "self_attn.", mlp_name = layer + "mlp";
-  norm(layer + "input_layernorm.weight", c.hidden_size);
-  norm(layer + "post_attention_layernorm.weight", c.hidden_size);
-  norm(attention + "q_a_layernorm.weight", c.q_lora_rank);
-  norm(attention + "kv_a_layernorm.weight", c.kv_lora_rank);
+  norm("norms", layer + "input_layernorm.weight", c.hidden_size);
+  norm("norms", layer + "post_attention_layernorm.weight", c.hidden_size);
+  norm("attention", attention + "q_a_layernorm.weight", c.q_lora_rank);
+  norm("attention", attention + "kv_a_layernorm.weight", c.kv_lora_rank);
   const auto add = [&](const char* name, int64_t out, int64_t in) {
     linear("attention", attention + name, out, in);
   };
@@ -182,22 +184,22 @@ void SynthSource::list_layer(const ModelConfig& c, int64_t index) {
 }
 
 void SynthSource::list_drafter(const DraftConfig& c) {
-  linear("features", "fc", c.hidden_size,
+  linear("other", "fc", c.hidden_size,
          c.hidden_size * static_cast<int64_t>(c.target_layer_ids.size()));
-  norm("hidden_norm.weight", c.hidden_size);
-  norm("norm.weight", c.hidden_size);
+  norm("norms", "hidden_norm.weight", c.hidden_size);
+  norm("norms", "norm.weight", c.hidden_size);
   const int64_t q_size = c.num_attention_heads * c.head_dim;
   const int64_t kv_size = c.num_key_value_heads * c.head_dim;
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
     const std::string layer = join("layers.", l, "."), attention = layer + "self_attn.";
-    norm(layer + "input_layernorm.weight", c.hidden_size);
-    norm(layer + "post_attention_layernorm.weight", c.hidden_size);
+    norm("norms", layer + "input_layernorm.weight", c.hidden_size);
+    norm("norms", layer + "post_attention_layernorm.weight", c.hidden_size);
     linear("attention", attention + "q_proj", q_size, c.hidden_size);
     linear("attention", attention + "k_proj", kv_size, c.hidden_size);
     linear("attention", attention + "v_proj", kv_size, c.hidden_size);
     linear("attention", attention + "o_proj", c.hidden_size, q_size);
-    norm(attention + "q_norm.weight", c.head_dim);
-    norm(attention + "k_norm.weight", c.head_dim);
+    norm("attention", attention + "q_norm.weight", c.head_dim);
+    norm("attention", attention + "k_norm.weight", c.head_dim);
     mlp(&SynthSource::linear, "dense mlp", layer + "mlp", c.hidden_size, c.intermediate_size);
   }
   end_shard("model.safetensors");
@@ -212,12 +214,12 @@ void SynthSource::end_shard(const std::string& file) {
     return std::pair(type_of(a.view->dtype), std::string_view(*a.name)) <
            std::pair(type_of(b.view->dtype), std::string_view(*b.name));
   });
-  shards_.push_back({file, total_bytes_, 0});
+  shards_.push_back({file, end_, 0});
   for (auto entry = first; entry != entries_.end(); ++entry) {
-    entry->view->offset = total_bytes_;
-    total_bytes_ += entry->view->bytes;
+    entry->view->offset = end_;
+    end_ += entry->view->bytes;
   }
-  shards_.back().bytes = total_bytes_ - shards_.back().offset;
+  shards_.back().bytes = end_ - shards_.back().offset;
   num_placed_ = entries_.size();
 }
 
@@ -246,9 +248,11 @@ std::string SynthSource::header(const SynthShard& shard) const {
   return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
 }
 
-void SynthSource::read_range(uint64_t offset, uint64_t bytes, void* out) const {
-  KDT_CHECK_ARGUMENT(offset <= total_bytes_ && bytes <= total_bytes_ - offset, "offset is ", offset,
-                     " and bytes ", bytes, "; there are ", total_bytes_);
+void SynthSource::read_range(const InputFile* file, uint64_t offset, uint64_t bytes,
+                             void* out) const {
+  KDT_CHECK_ARGUMENT(file == nullptr, name_, ": file is ", file->path(), "; want none");
+  KDT_CHECK_ARGUMENT(offset <= end_ && bytes <= end_ - offset, name_, ": offset is ", offset,
+                     " and bytes ", bytes, "; there are ", end_);
   auto* to = static_cast<uint8_t*>(out);
   const uint64_t end = offset + bytes;
   for (size_t i = entry_at(offset); offset < end; ++i) {

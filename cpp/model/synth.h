@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "io/safetensors.h"
+#include "io/tensor_source.h"
 #include "model/synth_config.h"
 #include "model/synth_values.h"
 
@@ -22,23 +22,18 @@ struct SynthShard {
 
 // All tensors of a target or of a drafter. A byte is a function of the seed, the tensor's name and
 // its place in the tensor alone, so any part can be made at any time, by any thread.
-class SynthSource {
+class SynthSource final : public TensorSource {
  public:
   enum class Part { kTarget, kDrafter };
 
   SynthSource(const SynthModel& model, Part part, uint64_t seed);
-  SynthSource(const SynthSource&) = delete;
 
-  // Views without a file: their offsets count through the data of all shards, one after the other.
-  const std::map<std::string, SafetensorsView>& tensors() const { return tensors_; }
-  // Makes a tensor's bytes. `view` is one of tensors().
-  void read(const SafetensorsView& view, void* out) const {
-    read_range(view.offset, view.bytes, out);
-  }
-  // Any part of the data of all shards. Throws std::invalid_argument beyond its end.
-  void read_range(uint64_t offset, uint64_t bytes, void* out) const;
+  // Their offsets count through the data of all shards, one after the other.
+  const std::map<std::string, SafetensorsView>& tensors() const override { return tensors_; }
+  const std::string& name() const override { return name_; }
+  // Throws std::invalid_argument for a file, and beyond the data's end.
+  void read_range(const InputFile* file, uint64_t offset, uint64_t bytes, void* out) const override;
 
-  uint64_t total_bytes() const { return total_bytes_; }
   const std::map<std::string, uint64_t>& bytes_by_part() const { return bytes_by_part_; }
   const std::vector<SynthShard>& shards() const { return shards_; }
   // What stands before the data in the shard's file, its length included: the bytes that the
@@ -61,8 +56,8 @@ class SynthSource {
   void end_shard(const std::string& file);
   size_t entry_at(uint64_t offset) const;
 
-  // Modules of a checkpoint, and the `part` they are counted as.
-  void norm(const std::string& name, int64_t size);
+  // Modules of a checkpoint, and the `part` they are counted as (kdtree inspect's).
+  void norm(const char* part, const std::string& name, int64_t size);
   void matrix(const char* part, const std::string& module, int64_t out, int64_t in, double gain);
   void fp8(const char* part, const std::string& module, int64_t out, int64_t in);
   void int4(const char* part, const std::string& module, int64_t out, int64_t in);
@@ -78,6 +73,7 @@ class SynthSource {
   template <typename Make>
   const SynthRecipe& recipe(const std::string& id, const Make& make);
 
+  std::string name_;
   bool fp8_;
   uint64_t seed_;
   std::map<std::string, SynthRecipe> recipes_;
@@ -86,7 +82,7 @@ class SynthSource {
   size_t num_placed_ = 0;       // of these, in the shards that have ended
   std::vector<SynthShard> shards_;
   std::map<std::string, uint64_t> bytes_by_part_;
-  uint64_t total_bytes_ = 0;
+  uint64_t end_ = 0;  // of the data of all shards
 };
 
 }  // namespace kdt

@@ -227,10 +227,12 @@ JsonText nested_config(const Numbers& n, JsonText text) {
           {"video_placeholder", "<|kimi_k25_video_placeholder|>"}};
 }
 
-// Evenly from layer 1 to the third from the end, which gives a 61-layer target's 1 12 24 35 47 58.
+// Evenly from layer 1 to the third from the end, which gives a 61-layer target's 1 12 24 35 47 58;
+// over all layers where these are too few.
 std::vector<int64_t> taps(int64_t layers) {
-  const int64_t first = std::min<int64_t>(1, layers - 1), last = std::max(first, layers - 3);
-  const int64_t count = std::min(kMaxTaps, last - first + 1);
+  const int64_t count = std::min(kMaxTaps, layers);
+  const bool few = layers - 3 < count;
+  const int64_t first = few ? 0 : 1, last = few ? layers - 1 : layers - 3;
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < count; ++i) {
     const double step = count > 1 ? static_cast<double>(last - first) / (count - 1) : 0;
@@ -279,6 +281,7 @@ SynthModel make_synth_model(const SynthOptions& options) {
   JsonText text = text_config(n);
   text["quantization_config"] = n.fp8 ? fp8_quantization() : int4_quantization();
   SynthModel model;
+  model.name = join("synthetic ", n.like);
   model.config_json = text_of(n.fp8 ? text : nested_config(n, std::move(text)));
   model.generation_config_json = text_of(
       JsonText{{"eos_token_id", n.vocab - kNumControl + n.eos}, {"max_length", n.max_positions}});

@@ -18,6 +18,7 @@ struct SynthOptions {
 };
 
 struct SynthModel {
+  std::string name;  // for messages
   ModelConfig config;
   DraftConfig drafter;
   // The files' text.

@@ -1,4 +1,4 @@
-"""The command `kdtree`: generate, chat, bench, inspect, tree."""
+"""The command `kdtree`: generate, chat, bench, inspect, tree, synth."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ from kdtree_engine.cli_bench import bench
 from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
+from kdtree_engine.cli_synth import synth
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
 
@@ -32,6 +33,7 @@ _bench.callback(invoke_without_command=True)(bench)
 _bench.command("ops")(bench_ops)
 app.add_typer(_bench, name="bench")
 app.command()(chat)
+app.command()(synth)
 
 
 @app.callback(invoke_without_command=True)
