@@ -33,6 +33,8 @@ CudaCommunicator::CudaCommunicator(CudaBackend& backend, RankGroup& group)
     choose();
     backend_.set_communicator(this);
     if (push_ != nullptr && nccl_ != nullptr) measure_crossover();
+    // Taking memory may wait for the device, so nobody starts before all have theirs.
+    group_.barrier();
   } catch (const std::exception& error) {
     backend_.set_communicator(nullptr);
     group_.abort(join("rank ", group_.rank(), ": ", error.what()));
@@ -74,8 +76,9 @@ void CudaCommunicator::choose() {
   if (fault.empty()) return;
   nccl_.reset();
   measured_ = fault;
-  KDT_CHECK(push_ != nullptr, "the ranks have no way to add up: no push (", obstacle, "), no NCCL (",
-            fault, ")", sharing ? "; ranks that share a device need KDTREE_ALL_REDUCE=push" : "");
+  KDT_CHECK(push_ != nullptr, "the ranks have no way to add up: no push (", obstacle,
+            "), no NCCL (", fault, ")",
+            sharing ? "; ranks that share a device need KDTREE_ALL_REDUCE=push" : "");
 }
 
 // From which size on NCCL is faster, for this and all larger ones of a few.

@@ -155,8 +155,8 @@ class CudaBackend final : public Backend {
   CudaCommunicator* communicator_ = nullptr;
   Workspace workspace_;
   std::unique_ptr<WeightUpload> weight_upload_;  // once a weight was filled
-  Fault* fault_ = nullptr;         // in the host's memory, mapped
-  Fault* device_fault_ = nullptr;  // the same, for kernels
+  Fault* fault_ = nullptr;                       // in the host's memory, mapped
+  Fault* device_fault_ = nullptr;                // the same, for kernels
 };
 
 }  // namespace kdt::cuda

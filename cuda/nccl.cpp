@@ -139,10 +139,11 @@ NcclRanks::NcclRanks(CudaBackend& backend, RankGroup& group) : backend_(backend)
     KDT_CHECK(all[rank] == 1, "nccl: rank ", rank, " has no NCCL");
   group.broadcast(&id, sizeof(id));
   check(nccl().comm_init_rank(&comm_, group.size(), id, group.rank()), "ncclCommInitRank");
-  KDT_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&progress_), sizeof(uint64_t),
-                               cudaHostAllocMapped));
+  KDT_CUDA_CHECK(
+      cudaHostAlloc(reinterpret_cast<void**>(&progress_), sizeof(uint64_t), cudaHostAllocMapped));
   *progress_ = 0;
-  KDT_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_progress_), progress_, 0));
+  KDT_CUDA_CHECK(
+      cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_progress_), progress_, 0));
   if (group.size() > 1) watchdog_ = std::thread([this] { watch(); });
 }
 
@@ -235,7 +236,15 @@ void NcclRanks::stop() {
   static_cast<void>(nccl().comm_abort(comm_));
 }
 
+bool NcclRanks::stream_is_busy() const {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t status = cudaStreamIsCapturing(backend_.stream(), &capture);
+  return status == cudaSuccess && capture == cudaStreamCaptureStatusNone &&
+         cudaStreamQuery(backend_.stream()) == cudaErrorNotReady;
+}
+
 void NcclRanks::watch() {
+  static_cast<void>(cudaSetDevice(backend_.device()));
   const auto progress = [&] { return std::atomic_ref(*progress_).load(); };
   uint64_t seen = progress();
   std::unique_lock lock(mutex_);
@@ -246,7 +255,8 @@ void NcclRanks::watch() {
       seen = now;
       since_ = Clock();
     }
-    const bool late = busy_ && since_.ms() > group_.timeout_s() * 1e3;
+    bool late = busy_ && since_.ms() > group_.timeout_s() * 1e3;
+    if (late && !stream_is_busy()) late = busy_ = false;  // nobody has waited for what is done
     lock.unlock();
     int status = kSuccess;
     if (nccl().comm_get_async_error(comm_, &status) == kSuccess && status != kSuccess &&

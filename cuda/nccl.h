@@ -52,6 +52,7 @@ class NcclRanks {
   void reduce_ranges(float* x, int64_t range);
   void started();
   void check_open() const;
+  bool stream_is_busy() const;
   void watch();
 
   CudaBackend& backend_;

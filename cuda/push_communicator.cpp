@@ -40,9 +40,8 @@ std::vector<Place> places(const CudaBackend& backend, RankGroup& group) {
 int blocks_of_all(const std::vector<Place>& all) {
   int blocks = kMaxPushBlocks;
   for (const Place& place : all) {
-    const auto sharing = std::count_if(all.begin(), all.end(), [&](const Place& other) {
-      return other.device == place.device;
-    });
+    const auto sharing = std::count_if(
+        all.begin(), all.end(), [&](const Place& other) { return other.device == place.device; });
     blocks = std::min(blocks, place.num_multiprocessors / static_cast<int>(sharing));
   }
   return blocks;
@@ -67,8 +66,7 @@ int unreachable(int device, const std::vector<Place>& all) {
 }  // namespace
 
 std::string PushRanks::obstacle(const CudaBackend& backend, RankGroup& group) {
-  if (group.size() > kMaxPushRanks)
-    return join(group.size(), " ranks, at most ", kMaxPushRanks);
+  if (group.size() > kMaxPushRanks) return join(group.size(), " ranks, at most ", kMaxPushRanks);
   const std::vector<Place> all = places(backend, group);
   for (int rank = 1; rank < group.size(); ++rank) {
     if (all[rank].process != all[0].process)
@@ -124,11 +122,10 @@ PushRanks::PushRanks(CudaBackend& backend, RankGroup& group) : backend_(backend)
     meeting_.inboxes[rank] = typed<unsigned char>(inboxes_.back());
   }
   group.barrier();
-  KDT_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&report_), sizeof(PushReport),
-                               cudaHostAllocMapped));
-  *report_ = PushReport{0, 0};
   KDT_CUDA_CHECK(
-      cudaHostGetDevicePointer(reinterpret_cast<void**>(&meeting_.report), report_, 0));
+      cudaHostAlloc(reinterpret_cast<void**>(&report_), sizeof(PushReport), cudaHostAllocMapped));
+  *report_ = PushReport{0, 0};
+  KDT_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&meeting_.report), report_, 0));
 }
 
 PushRanks::~PushRanks() {

@@ -43,8 +43,7 @@ __device__ __forceinline__ uint64_t* flag(const PushMeeting& m, int owner, int s
 // sending, so that no rank takes what follows a failed sum for a sum. The same for the whole block.
 __device__ __forceinline__ uint64_t begin_call(const PushMeeting& m) {
   auto* shared = reinterpret_cast<uint64_t*>(shared_memory());
-  if (threadIdx.x == 0)
-    *shared = load_system(&m.state->stopped) != 0 ? 0 : m.state->calls + 1;
+  if (threadIdx.x == 0) *shared = load_system(&m.state->stopped) != 0 ? 0 : m.state->calls + 1;
   __syncthreads();
   return *shared;
 }
