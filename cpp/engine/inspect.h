@@ -11,6 +11,17 @@
 
 namespace kdt {
 
+// "experts", "attention", "embedding", ...
+std::string part_of_tensor(const std::string& name);
+
+// Of a pre-sharded cache.
+struct CacheReport {
+  std::string layout, source;
+  int tensor_parallel_size = 0;  // 0: the folder is a checkpoint
+  bool expert_parallel = false;
+  std::vector<int64_t> rank_bytes;
+};
+
 struct CheckpointReport {
   bool is_drafter = false;
   ModelConfig model;    // of a target
@@ -18,12 +29,14 @@ struct CheckpointReport {
   int64_t num_tensors = 0;
   int64_t total_bytes = 0;
   std::map<std::string, int64_t> bytes_by_dtype;
-  std::map<std::string, int64_t> bytes_by_part;  // experts, attention, embedding, ...
-  std::vector<std::string> faults;               // what keeps it from loading, the first of it
-  std::vector<std::string> unknown;              // of these, tensors that config.json lacks
+  std::map<std::string, int64_t> bytes_by_part;
+  std::vector<std::string> faults;   // what keeps it from loading, the first of it
+  std::vector<std::string> unknown;  // of these, tensors that config.json lacks
+  CacheReport cache;
 };
 
 // Throws Error when the folder has no readable config.json. Faults of tensors are in the report.
-CheckpointReport inspect_checkpoint(const std::string& folder);
+// `verify`: reads all of a pre-sharded cache and compares its checksums.
+CheckpointReport inspect_checkpoint(const std::string& folder, bool verify = false);
 
 }  // namespace kdt

@@ -3,17 +3,14 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "backend/backend.h"
 #include "io/mmap_file.h"
-#include "model/load_plan.h"
+#include "model/loader.h"
 
 namespace kdt {
-
-using LoadProgress = std::function<void(int64_t done, int64_t total)>;
 
 inline constexpr uint32_t kRankFileVersion = 1;
 
