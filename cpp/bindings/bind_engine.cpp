@@ -203,6 +203,11 @@ py::dict stats(SharedEngine& shared) {
   d["verify_cost"] = c.costs.points();
   d["draft_cost_ms"] = c.costs.draft_ms();
   d["model_bytes"] = shared.loaded().model_bytes();
+  const LoadReport& load = shared.loaded().load_report();
+  d["load_bytes"] = load.bytes;
+  d["load_reads"] = load.reads;
+  d["load_seconds"] = load.seconds;
+  d["load_buffer_bytes"] = load.buffer_bytes;
   d["device"] = info.device;
   d["isa"] = info.isa;
   d["num_threads"] = info.num_threads;

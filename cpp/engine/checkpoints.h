@@ -4,9 +4,10 @@
 #include <memory>
 #include <string>
 
-#include "io/safetensors.h"
+#include "io/tensor_source.h"
 #include "model/config.h"
-#include "model/load_plan.h"
+#include "model/loader.h"
+#include "model/shard_cache.h"
 
 namespace kdt {
 
@@ -28,18 +29,26 @@ struct EngineOptions {
 };
 
 struct Checkpoints {
-  // Throws Error for files and std::invalid_argument for options, naming the field and the value.
-  explicit Checkpoints(const EngineOptions& options);
+  // `num_ranks`: of this process, which load together. Throws Error for files and
+  // std::invalid_argument for options, naming the field and the value.
+  explicit Checkpoints(const EngineOptions& options, int num_ranks = 1);
+
+  // Fills a rank's plan, which is of one of the sources here. As Loader::load.
+  LoadReport load(LoadPlan& plan, RankGroup* group, const LoadProgress& progress);
 
   ModelConfig config;
   std::unique_ptr<TensorSource> source;
   DraftConfig draft_config;
   std::unique_ptr<TensorSource> draft_source;  // null: no drafter
 
-  int64_t target_bytes() const { return static_cast<int64_t>(source->total_bytes()); }
+  int64_t target_bytes() const { return bytes_to_load(*source, 0); }
   int64_t all_bytes() const {
-    return target_bytes() + (draft_source ? static_cast<int64_t>(draft_source->total_bytes()) : 0);
+    return target_bytes() + (draft_source ? bytes_to_load(*draft_source, 0) : 0);
   }
+
+ private:
+  StreamOptions stream_;
+  Loader loader_, draft_loader_;
 };
 
 }  // namespace kdt

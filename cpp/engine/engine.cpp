@@ -109,12 +109,13 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
   };
   target_ = std::make_unique<TargetModel>(ranks, config_, *checkpoints.source, max_rows_,
                                           max_model_len_, draft_config.target_layer_ids);
-  load_checkpoint(*target_->take_plan(), progress_from(0));
+  load_report_ = checkpoints.load(*target_->take_plan(), group_, progress_from(0));
   target_cache_ = make_cache(*target_);
   if (checkpoints.draft_source) {
     draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_source, max_rows_,
                                           max_num_seqs_, max_model_len_ + draft_config.block_size);
-    load_checkpoint(*draft_->take_plan(), progress_from(checkpoints.target_bytes()));
+    load_report_.add(checkpoints.load(*draft_->take_plan(), group_,
+                                      progress_from(checkpoints.target_bytes())));
     draft_cache_ = make_cache(*draft_);
   }
   if (options.progress && shard_.rank == 0) options.progress(model_bytes_, model_bytes_);

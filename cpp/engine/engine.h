@@ -53,6 +53,7 @@ class Engine {
   const DraftConfig* draft_config() const { return draft_ ? &draft_->config() : nullptr; }
   BackendInfo backend_info() const { return backend_->info(); }
   int64_t model_bytes() const { return model_bytes_; }
+  const LoadReport& load_report() const { return load_report_; }
   int64_t kv_tokens_free() const {
     return static_cast<int64_t>(free_slots_.size()) * max_model_len_;
   }
@@ -128,6 +129,7 @@ class Engine {
   CostModel costs_;
   AutoBudget auto_budget_;
   EngineStats stats_;
+  LoadReport load_report_;
 };
 
 }  // namespace kdt

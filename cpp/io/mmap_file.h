@@ -24,9 +24,22 @@ class InputFile {
   // Copies bytes from `offset` to `out`. Throws Error when the file does not have them any more.
   void read(size_t offset, size_t bytes, void* out) const;
 
+  // From now on whole blocks are read past the page cache, where the file system can and `out` lies
+  // as far from a border of blocks as `offset`. Not while another thread reads.
+  void use_direct_io();
+  // Hints to the page cache: that reads will follow each other; that these bytes were the last.
+  void expect_sequential_reads() const;
+  void forget(size_t offset, size_t bytes) const;
+
  protected:
+  // Throws Error when the file ends before.
+  void read_through_cache(size_t offset, size_t bytes, char* out) const;
+  // Whole blocks from `offset` on, as many as could be read; out is aligned.
+  size_t read_blocks(size_t offset, size_t bytes, char* out) const;
+
   std::string path_;
   int fd_ = -1;
+  int direct_fd_ = -1;  // -1: direct reads are not wanted, or refused
   size_t size_ = 0;
 };
 

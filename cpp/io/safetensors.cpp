@@ -210,6 +210,10 @@ SafetensorsFolder::SafetensorsFolder(const std::string& folder) : folder_(folder
   }
 }
 
+void SafetensorsFolder::use_direct_io() {
+  for (const auto& file : files_) file->use_direct_io();
+}
+
 void SafetensorsFolder::add_file(const std::string& name,
                                  const std::map<std::string, std::string>* weight_map) {
   const std::string path = (std::filesystem::path(folder_) / name).string();

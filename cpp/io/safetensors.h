@@ -35,6 +35,7 @@ class SafetensorsFolder final : public TensorSource {
 
   const std::map<std::string, SafetensorsView>& tensors() const override { return tensors_; }
   const std::string& name() const override { return folder_; }
+  void use_direct_io() override;
   void read_range(const InputFile* file, uint64_t offset, uint64_t bytes,
                   void* out) const override {
     file->read(offset, bytes, out);

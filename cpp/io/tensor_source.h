@@ -31,6 +31,9 @@ class TensorSource {
   virtual void read_range(const InputFile* file, uint64_t offset, uint64_t bytes,
                           void* out) const = 0;
 
+  // InputFile's, of all files.
+  virtual void use_direct_io() {}
+
   // Copies a tensor's bytes to `out`, which holds `view.bytes`. `view` is one of tensors().
   void read(const SafetensorsView& view, void* out) const {
     read_range(view.file, view.offset, view.bytes, out);

@@ -1,8 +1,6 @@
 #include "model/load_plan.h"
 
-#include <algorithm>
 #include <cstring>
-#include <list>
 
 namespace kdt {
 namespace {
@@ -225,45 +223,6 @@ void LoadPlan::experts(const std::string& name, int64_t num_experts,
                           }});
   }
   items_.push_back(std::move(item));
-}
-
-void load_checkpoint(LoadPlan& plan, const LoadProgress& progress) {
-  const TensorSource& source = plan.source();
-  const auto total = static_cast<int64_t>(source.total_bytes());
-  int64_t done = 0;
-  for (LoadItem& item : plan.items()) {
-    item.make();
-    for (LoadPart& part : item.parts) {
-      std::list<std::vector<uint8_t>> staged;
-      const auto stage = [&](const SafetensorsView* view) {
-        auto& bytes = staged.emplace_back(view->bytes);
-        source.read(*view, bytes.data());
-        // A tied embedding is read twice.
-        done = std::min(total, done + static_cast<int64_t>(view->bytes));
-        if (progress) progress(done, total);
-        return bytes.data();
-      };
-      std::vector<HostMatrix> whole;
-      for (const std::string& name : part.modules) {
-        const WeightSpec& spec = plan.spec(name);
-        HostMatrix matrix;
-        matrix.out_features = spec.out;
-        matrix.in_features = spec.kind == WeightSpec::Kind::kVector ? 1 : spec.in;
-        matrix.dtype = plan.dtype(name);
-        if (matrix.dtype == DType::kInt32) {
-          const std::string fault = weight_shape_fault(source, name, spec);
-          KDT_CHECK(fault.empty(), source.name(), ": ", fault);
-          matrix.data = stage(source.find(name + ".weight_packed"));
-          matrix.scale = stage(source.find(name + ".weight_scale"));
-        } else {
-          const bool is_vector = spec.kind == WeightSpec::Kind::kVector;
-          matrix.data = stage(source.find(is_vector ? name : name + ".weight"));
-        }
-        whole.push_back(matrix);
-      }
-      part.fill(whole);
-    }
-  }
 }
 
 }  // namespace kdt

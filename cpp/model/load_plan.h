@@ -54,6 +54,7 @@ class LoadPlan {
   // Of a module's values once loaded: kFloat32, kBFloat16 or kInt32 (int4).
   DType dtype(const std::string& name) const;
   std::vector<LoadItem>& items() { return items_; }
+  const std::vector<LoadItem>& items() const { return items_; }
   Backend& backend() const { return backend_; }
   const Shard& shard() const { return shard_; }
 
@@ -67,11 +68,5 @@ class LoadPlan {
   Shard shard_;
   std::vector<LoadItem> items_;
 };
-
-// Called with the bytes handed over so far and the bytes in all.
-using LoadProgress = std::function<void(int64_t done, int64_t total)>;
-
-// Fills all items of a plan from its source.
-void load_checkpoint(LoadPlan& plan, const LoadProgress& progress);
 
 }  // namespace kdt

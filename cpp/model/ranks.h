@@ -9,7 +9,7 @@ namespace kdt {
 
 struct Ranks {
   Backend& backend;
-  Shard shard;
+  Shard shard = {};
   Communicator* communicator = nullptr;  // null: there is one rank
 
   // x = its sum over the ranks.

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <set>
 
 #include "core/error.h"
+#include "model/fp8.h"
 
 namespace kdt {
 namespace {
@@ -14,6 +16,10 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + "]";
 }
+
+const std::set<std::string> kFloats = {"BF16", "F32"};
+const std::set<std::string> kFloatsOrFp8 = {"BF16", "F32", "F8_E4M3"};
+const std::set<std::string> kShapeTypes = {"I32", "I64"};
 
 // Empty when the tensor is as asked.
 std::string fault_of(const TensorSource& source, const std::string& name,
@@ -131,7 +137,10 @@ WeightSpecs target_weight_specs(const ModelConfig& c, const TensorSource& source
               c.moe_intermediate_size * c.n_shared_experts);
     }
   }
-  for (auto& [name, spec] : specs) spec.int4 = spec.kind == Kind::kMatrix && c.int4_group_size > 0;
+  for (auto& [name, spec] : specs) {
+    spec.int4 = spec.kind == Kind::kMatrix && c.int4_group_size > 0;
+    spec.fp8 = c.fp8 && (spec.kind == Kind::kMatrix || name.ends_with(".kv_b_proj"));
+  }
 
   for (int64_t l = 0; l < c.num_hidden_layers; ++l) {
     specs[p + "layers." + std::to_string(l) + ".self_attn.rotary_emb.inv_freq"] = {Kind::kIgnored};
@@ -187,7 +196,6 @@ void WeightFaults::add(std::string fault) {
 }
 
 WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source) {
-  const std::set<std::string> floats = {"BF16", "F32"};
   WeightFaults result;
   std::set<std::string> known;
   const auto want = [&](const std::string& name, const std::vector<int64_t>& shape,
@@ -199,14 +207,23 @@ WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source)
   for (const auto& [name, spec] : specs) {
     if (spec.kind == WeightSpec::Kind::kIgnored) continue;
     if (spec.kind == WeightSpec::Kind::kVector) {
-      want(name, {spec.out}, floats);
+      want(name, {spec.out}, kFloats);
       continue;
     }
     const bool packed = source.find(name + ".weight_packed") != nullptr;
     if (!packed && spec.int4 && source.find(name + ".weight") == nullptr) {
       result.add(name + ": missing, neither .weight_packed (int4) nor .weight is there");
     } else if (!packed) {
-      want(name + ".weight", {spec.out, spec.in}, floats);
+      const SafetensorsView* weight = source.find(name + ".weight");
+      const bool fp8 = weight != nullptr && weight->dtype == "F8_E4M3";
+      want(name + ".weight", {spec.out, spec.in}, spec.fp8 ? kFloatsOrFp8 : kFloats);
+      if (fp8 && spec.fp8) {
+        want(name + ".weight_scale_inv",
+             {(spec.out + kFp8Block - 1) / kFp8Block, (spec.in + kFp8Block - 1) / kFp8Block},
+             {"F32"});
+      } else if (fp8) {
+        known.insert(name + ".weight_scale_inv");  // one fault is enough
+      }
     } else if (!spec.int4 || spec.in % 32 != 0) {
       for (const char* part : {".weight_packed", ".weight_scale", ".weight_shape"})
         known.insert(name + part);
@@ -218,7 +235,8 @@ WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source)
     } else {
       want(name + ".weight_packed", {spec.out, spec.in / 8}, {"I32"});
       want(name + ".weight_scale", {spec.out, spec.in / 32}, {"BF16"});
-      known.insert(name + ".weight_shape");
+      if (source.find(name + ".weight_shape") != nullptr)
+        want(name + ".weight_shape", {2}, kShapeTypes);
     }
   }
   for (const auto& [name, view] : source.tensors()) {
@@ -229,24 +247,31 @@ WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source)
   return result;
 }
 
-std::string weight_shape_fault(const TensorSource& source, const std::string& name,
-                               const WeightSpec& spec) {
-  const std::string tensor = name + ".weight_shape";
-  const SafetensorsView* view = source.find(tensor);
-  if (view == nullptr || source.find(name + ".weight_packed") == nullptr) return "";
-  const std::string fault = fault_of(source, tensor, {2}, {"I32", "I64"});
-  if (!fault.empty()) return fault;
+std::string weight_shape_fault(const std::string& tensor, const SafetensorsView& view,
+                               const uint8_t* bytes, const WeightSpec& spec) {
   std::vector<int64_t> stated(2);
-  if (view->dtype == "I64") {
-    source.read(*view, stated.data());
+  if (view.dtype == "I64") {
+    std::memcpy(stated.data(), bytes, 2 * sizeof(int64_t));
   } else {
     std::array<int32_t, 2> narrow;
-    source.read(*view, narrow.data());
+    std::memcpy(narrow.data(), bytes, sizeof(narrow));
     stated.assign(narrow.begin(), narrow.end());
   }
   const std::vector<int64_t> want = {spec.out, spec.in};
   if (stated == want) return "";
   return tensor + ": holds " + shape_text(stated) + ", want " + shape_text(want);
+}
+
+std::string weight_shape_fault(const TensorSource& source, const std::string& name,
+                               const WeightSpec& spec) {
+  const std::string tensor = name + ".weight_shape";
+  const SafetensorsView* view = source.find(tensor);
+  if (view == nullptr || source.find(name + ".weight_packed") == nullptr ||
+      !fault_of(source, tensor, {2}, kShapeTypes).empty())
+    return "";
+  std::array<uint8_t, 16> bytes;
+  source.read(*view, bytes.data());
+  return weight_shape_fault(tensor, *view, bytes.data(), spec);
 }
 
 namespace {

@@ -14,9 +14,11 @@ namespace kdt {
 // A module of the contract, by the checkpoint's own name without the ending.
 struct WeightSpec {
   enum class Kind {
-    kMatrix,  // `name`.weight [out, in] bf16 or f32, or `name`.weight_packed + .weight_scale (int4)
-    kTable,   // `name`.weight [out, in] bf16 or f32, read by rows: never int4
-    kVector,  // `name` [out] bf16 or f32
+    // `name`.weight [out, in] bf16, f32 or fp8 (with .weight_scale_inv), or `name`.weight_packed +
+    // .weight_scale (int4)
+    kMatrix,
+    kTable,    // `name`.weight [out, in] bf16, f32 or fp8, read by rows: never int4
+    kVector,   // `name` [out] bf16 or f32
     kIgnored,  // `name`, or all that begins with it when it ends with a dot: not read
   };
   // How a module is cut between ranks: into slices of its rows, or of its columns.
@@ -28,7 +30,9 @@ struct WeightSpec {
   // Equal pieces of `split` that stay whole, such as heads. Fewer pieces than ranks, if they divide
   // the ranks, are held by several.
   int64_t num_units = 0;
-  bool int4 = false;  // whether config.json allows int4
+  // What config.json allows.
+  bool int4 = false;
+  bool fp8 = false;
 
   // Rows or columns of a rank.
   int64_t split_size() const { return split == Split::kColumns ? in : out; }
@@ -64,8 +68,11 @@ struct WeightFaults {
 // Compares the headers with the contract.
 WeightFaults check_weights(const WeightSpecs& specs, const TensorSource& source);
 
-// The fault of `name`.weight_shape, which repeats an int4 matrix' [out, in]; "" when it is right or
-// absent. Reads the file.
+// `name`.weight_shape repeats an int4 matrix' [out, in]. Its fault, "" when it is right: from the
+// tensor's bytes, or read from the source; then "" too when it is absent or check_weights finds its
+// fault.
+std::string weight_shape_fault(const std::string& tensor, const SafetensorsView& view,
+                               const uint8_t* bytes, const WeightSpec& spec);
 std::string weight_shape_fault(const TensorSource& source, const std::string& name,
                                const WeightSpec& spec);
 

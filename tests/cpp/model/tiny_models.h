@@ -6,9 +6,10 @@
 #include <filesystem>
 
 #include "backend/cache_test.h"
-#include "io/mmap_file.h"
+#include "io/safetensors.h"
 #include "io/xxh64.h"
 #include "model/draft_model.h"
+#include "model/loader.h"
 #include "model/target_model.h"
 
 namespace kdt::test {
