@@ -121,7 +121,7 @@ void CudaBackend::synchronize() {
 }
 
 WeightUpload& CudaBackend::upload_of_weights() {
-  if (weight_upload_ == nullptr) weight_upload_ = std::make_unique<WeightUpload>();
+  if (weight_upload_ == nullptr) weight_upload_ = make_weight_upload();
   return *weight_upload_;
 }
 

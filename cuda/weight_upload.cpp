@@ -21,7 +21,15 @@ int threads_for_packing() {
 
 }  // namespace
 
-WeightUpload::WeightUpload() : pool_(threads_for_packing()) {}
+std::unique_ptr<WeightUpload> make_weight_upload() {
+  try {
+    return std::make_unique<WeightUpload>(threads_for_packing());
+  } catch (const Error&) {
+    return std::make_unique<WeightUpload>(1);
+  }
+}
+
+WeightUpload::WeightUpload(int num_threads) : pool_(num_threads) {}
 
 WeightUpload::~WeightUpload() {
   for (Piece& piece : pieces_) {

@@ -15,7 +15,7 @@ namespace kdt::cuda {
 // one before travels. What it holds of the host's memory does not grow with the weights.
 class WeightUpload {
  public:
-  WeightUpload();
+  explicit WeightUpload(int num_threads);
   ~WeightUpload();
   WeightUpload(const WeightUpload&) = delete;
   WeightUpload& operator=(const WeightUpload&) = delete;
@@ -43,5 +43,8 @@ class WeightUpload {
   Piece pieces_[2];
   int turn_ = 0;
 };
+
+// With as many threads as are worth it, or one where the system has no more.
+std::unique_ptr<WeightUpload> make_weight_upload();
 
 }  // namespace kdt::cuda

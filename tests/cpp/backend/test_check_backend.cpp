@@ -5,6 +5,7 @@
 #include <map>
 
 #include "backend/check_backend.h"
+#include "backend/check_sides.h"
 #include "cache_test.h"
 #include "spoiled_backend.h"
 
@@ -268,6 +269,33 @@ KDT_TEST(results_beside_the_first_are_compared_too) {
             "check: tree_build: row 0 of i32[1]: cpu has 9, spoiled has 10; want the same bits");
   EXPECT_EQ(message("tree_accept bonus_token", "tree_accept", 0),
             "check: tree_accept: row 0 of i32[1]: cpu has 2, spoiled has 3; want the same bits");
+}
+
+KDT_TEST(weights_are_filled_on_both_sides) {
+  const auto check = make_check_backend(make_backend("cpu", 1), make_backend(device(), 2));
+  EXPECT_EQ(check->weight_layout(), "");
+  std::vector<Matrix> m;
+  for (uint64_t seed = 0; seed < 3; ++seed) m.push_back(random_matrix(DType::kInt32, 32, 32, seed));
+  const auto experts =
+      check->make_experts({.num_experts = 2, .hidden_size = 32, .intermediate_size = 32});
+  for (int64_t e : {1, 0}) check->fill_expert(*experts, e, {m[e].host(), m[2].host(), m[1].host()});
+  const Buffer x = upload(*check, Random(1).floats(64), {2, 32});
+  const Buffer ids = upload(*check, Ints{0, 1}, {2, 1}),
+               weights = upload(*check, Floats{1, 1}, {2, 1});
+  const Buffer out = upload(*check, Floats(64, 0.0f), {2, 32});
+  check->moe_experts({.x = x.tensor,
+                      .ids = ids.tensor,
+                      .weights = weights.tensor,
+                      .experts = experts.get(),
+                      .out = out.tensor});
+  // One side alone has other weights.
+  auto& pair = static_cast<CheckExperts&>(*experts);
+  make_backend("cpu", 1)->fill_expert(*pair.reference, 0, {m[2].host(), m[2].host(), m[1].host()});
+  EXPECT_THROWS("check: moe_experts: row 0", check->moe_experts({.x = x.tensor,
+                                                                 .ids = ids.tensor,
+                                                                 .weights = weights.tensor,
+                                                                 .experts = experts.get(),
+                                                                 .out = out.tensor}));
 }
 
 KDT_TEST(a_wrong_cache_shows_in_the_attention) {
