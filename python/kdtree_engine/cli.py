@@ -1,4 +1,4 @@
-"""The command `kdtree`: generate, chat, bench, inspect, tree, synth."""
+"""The command `kdtree`: generate, chat, bench, inspect, tree, synth, shard."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ from kdtree_engine.cli_bench import bench
 from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
+from kdtree_engine.cli_shard import shard
 from kdtree_engine.cli_synth import synth
 
 _TOP = """Decode Kimi-K2-class models with draft trees.
@@ -34,6 +35,7 @@ _bench.command("ops")(bench_ops)
 app.add_typer(_bench, name="bench")
 app.command()(chat)
 app.command()(synth)
+app.command()(shard)
 
 
 @app.callback(invoke_without_command=True)
@@ -151,22 +153,66 @@ def _record(output: Any) -> dict[str, Any]:
 @app.command()
 @common.errors_in_one_line
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint folder or a KDTR file.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, a pre-sharded cache or a KDTR file.")
+    ],
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size", "--tp", metavar="N", help="Plan each rank's memory of N."
+        ),
+    ] = None,
+    expert_parallel: common.ExpertParallel = False,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Plan what fits: 96GiB, 80GB or 96 (GiB) a rank."),
+    ] = None,
+    overhead: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of driver and kernels, a rank.  [default: 2GiB]"),
+    ] = None,
+    max_model_len: common.MaxModelLen = 0,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(show_default=False, help="Sequences at a time, in the plan.  [default: 8]"),
+    ] = None,
+    draft_model: common.DraftModel = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all of a pre-sharded cache, for its checksums.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint or a KDTR file holds, and what is wrong with it.
+    """Show what a checkpoint or a KDTR file holds, what is wrong with it, and what it needs.
 
-    Ends with status 1 when a fault was found. Loads no weights.
+    Ends with status 1 when a fault was found. Loads no weights: the plan of a GPU's memory, which
+    --tp and --gpu-memory ask for, is made from the headers.
 
     \b
     Examples:
       kdtree inspect ~/models/Kimi-K2-Instruct
+      kdtree inspect ~/models/Kimi-K2.6 --tp 8 --gpu-memory 96GiB
+      kdtree inspect ~/models/Kimi-K2.6 --tp 8 --gpu-memory 80GB --max-model-len 32768 --json
+      kdtree inspect ~/models/Kimi-K2.6-tp8 --verify
       kdtree inspect tests/data/tree_wide.kdtr
-      kdtree inspect DIR --json | jq .faults
     """
     from kdtree_engine.inspect_files import inspect_path
+    from kdtree_engine.inspect_plan import parse_size
 
-    if not inspect_path(path, as_json):
+    plan: dict[str, Any] = {}
+    if tensor_parallel_size is not None:
+        plan["tensor_parallel_size"] = tensor_parallel_size
+    if expert_parallel:
+        plan["expert_parallel"] = True
+    for name, size in (("gpu_memory", gpu_memory), ("overhead", overhead)):
+        if size is not None:
+            plan[name] = parse_size(name, size)
+    if max_model_len:
+        plan["max_model_len"] = max_model_len
+    if max_num_seqs is not None:
+        plan["max_num_seqs"] = max_num_seqs
+    if draft_model is not None:
+        common.check_checkpoint("--draft-model", draft_model)
+    if not inspect_path(path, as_json, verify=verify, plan=plan or None, drafter=draft_model):
         raise typer.Exit(1)
 
 

@@ -83,7 +83,7 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model'
 _OPTION_NAMES = re.compile(
     r"^(?:speculative_config: )?"
     r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device|"
-    r"tensor_parallel_size|expert_parallel)"
+    r"tensor_parallel_size|expert_parallel|gpu_memory|overhead|max_num_seqs|verify|out)"
     r"(?= (?:is|must|has) )"
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}

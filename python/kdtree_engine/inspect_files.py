@@ -10,16 +10,30 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree_engine import kdtr
+from kdtree_engine.inspect_plan import print_plan
 
 
-def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> bool:
+def inspect_path(
+    path: Path,
+    as_json: bool,
+    console: Console | None = None,
+    *,
+    verify: bool = False,
+    plan: Mapping[str, Any] | None = None,
+    drafter: Path | None = None,
+) -> bool:
     """Prints what is at `path`; whether it is free of faults.
 
-    Raises ValueError or OSError for what is neither a checkpoint folder nor a KDTR file.
+    Of a folder: `verify` compares a pre-sharded cache with its checksums, `plan` has options of
+    `_core.plan_memory`, and `drafter` is the drafter's folder, by default `drafter` inside. Raises
+    ValueError or OSError for what is neither a checkpoint folder nor a KDTR file, and ValueError
+    for a bad option.
     """
     console = console or Console(highlight=False)
     if path.is_dir():
-        return _inspect_folder(path, as_json, console)
+        return _inspect_folder(path, as_json, console, verify, plan, drafter)
+    if verify or plan is not None or drafter is not None:
+        raise ValueError(f"{path} is no folder: only a checkpoint's has ranks, memory or a drafter")
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} is a part of a checkpoint: give its folder, {path.parent}")
     if path.exists() and not path.is_file():  # a pipe would wait for its writer
@@ -56,29 +70,62 @@ def inspect_path(path: Path, as_json: bool, console: Console | None = None) -> b
     return not faults
 
 
-def _inspect_folder(folder: Path, as_json: bool, console: Console) -> bool:
+def _inspect_folder(
+    folder: Path,
+    as_json: bool,
+    console: Console,
+    verify: bool,
+    plan: Mapping[str, Any] | None,
+    drafter: Path | None,
+) -> bool:
     from kdtree_engine import _core
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
-    reports = {"model": _core.inspect_checkpoint(str(folder))}
-    if (folder / "drafter").is_dir():
+    checked = {"verify": True} if verify else {}
+    reports = {"model": _core.inspect_checkpoint(str(folder), **checked)}
+    if drafter is None and (folder / "drafter").is_dir():
+        drafter = folder / "drafter"
+    if drafter is not None:
         try:
-            reports["drafter"] = _core.inspect_checkpoint(str(folder / "drafter"))
+            # A cache may have a checkpoint for a drafter.
+            checked = checked if "cache" in reports["model"] and _is_cache(drafter) else {}
+            reports["drafter"] = _core.inspect_checkpoint(str(drafter), **checked)
         except RuntimeError as error:  # no readable config.json: what keeps the model from loading
             reports["drafter"] = {"faults": [str(error)]}
     faults = [f"{part}: {fault}" for part, r in reports.items() for fault in r.get("faults", [])]
+    planned: dict[str, Any] | None = None
+    if plan is not None and reports["model"].get("kind") == "drafter":
+        raise ValueError(f"{folder} is a drafter's folder: a plan needs a model's")
+    if plan is not None:
+        try:
+            planned = _core.plan_memory(str(folder), str(drafter) if drafter else None, **plan)
+            faults += [f"plan: {fault}" for fault in planned["faults"]]
+        except RuntimeError as error:
+            if not any(str(error) in fault for fault in faults):
+                faults.append(f"plan: {error}")
     if as_json:
-        print(json.dumps({**reports, "faults": faults}))
+        extra = {} if plan is None else {"plan": planned}
+        print(json.dumps({**reports, **extra, "faults": faults}))
         return not faults
     for part, report in reports.items():
-        table = Table(title=Text(f"{part}: {folder}"), title_justify="left", show_header=False)
+        table = Table(
+            title=Text(f"{part}: {drafter if part == 'drafter' else folder}"),
+            title_justify="left",
+            show_header=False,
+        )
         table.add_column("field")
         table.add_column("value", overflow="fold")
         _add_rows(table, "", {k: v for k, v in report.items() if k != "faults"})
         console.print(table)
+    if planned is not None:
+        print_plan(planned, console)
     _print_faults(faults, console)
     return not faults
+
+
+def _is_cache(folder: Path) -> bool:
+    return (folder / "kdtree_shards.json").exists()
 
 
 def _add_rows(table: Table, prefix: str, value: Mapping[str, Any]) -> None:

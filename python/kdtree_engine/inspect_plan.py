@@ -1,0 +1,72 @@
+"""What a checkpoint will need of each rank's memory, as `kdtree inspect --tp` prints it."""
+
+import re
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_UNITS = {"b": 1}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_UNITS |= {unit: 1024**i for i, p in enumerate("kmgt", 1) for unit in (p, f"{p}i", f"{p}ib")}
+_UNITS[""] = _UNITS["gib"]
+_LARGEST = 1 << 50
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes of a size such as "96GiB", "80 GB" (10^9 bytes each) or "96" (GiB).
+
+    Raises ValueError naming the option.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match and unit:
+        size = round(float(match[1]) * unit)
+        if 0 < size <= _LARGEST:
+            return size
+    raise ValueError(
+        f"{option} is {text!r}, want a size such as 96GiB, 80GB or 96 (GiB), at most 1 PiB"
+    )
+
+
+def print_plan(plan: dict[str, Any], console: Console) -> None:
+    """Prints what `_core.plan_memory` found, but for its faults."""
+    ranks = plan["tensor_parallel_size"]
+    title = f"each of {ranks} ranks" if ranks > 1 else "one rank"
+    if plan["expert_parallel"]:
+        title += ", whole experts each"
+    table = Table(title=Text(f"plan: {title}"), title_justify="left", show_header=False)
+    table.add_column("part")
+    for _ in range(2):
+        table.add_column("size", justify="right")
+    if not plan["weights"]:  # the model cannot be cut
+        return
+    for part, size in sorted(plan["weights_by_part"].items(), key=lambda item: -item[1]):
+        table.add_row(part, f"{size:,}", _gib(size))
+    table.add_section()
+    for name in ("weights", "workspace", "overhead"):
+        table.add_row(name, f"{plan[name]:,}", _gib(plan[name]))
+    table.add_section()
+    per_token = plan["kv_bytes_per_token"] + plan["draft_kv_bytes_per_token"]
+    table.add_row("cache, a token", f"{per_token:,}", f"{per_token / 1024:.1f} KiB")
+    if plan["draft_kv_bytes_per_token"]:
+        table.add_row("  of it the drafter's", f"{plan['draft_kv_bytes_per_token']:,}", "")
+    cache = plan["cache_tokens"] * per_token
+    table.add_row(
+        f"cache, {plan['max_num_seqs']} + 1 sequences of {plan['max_model_len']:,}",
+        f"{cache:,}",
+        _gib(cache),
+    )
+    if plan["gpu_memory"]:
+        table.add_section()
+        table.add_row("memory", f"{plan['gpu_memory']:,}", _gib(plan["gpu_memory"]))
+        table.add_row("cache tokens that fit", f"{plan['kv_tokens_fit']:,}", "")
+        table.add_row(
+            f"sequences of {plan['max_model_len']:,} that fit", f"{plan['sequences_fit']:,}", ""
+        )
+    console.print(table)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
