@@ -10,7 +10,7 @@ namespace kdt::test {
 
 // A back end that may give other results: after (or for stores, before) the op named `op`, `spoil`
 // gets the tensor it wrote (or stores).
-class Spoiled final : public Backend {
+class Spoiled : public Backend {
  public:
   using Spoil = std::function<void(Backend&, const Tensor&)>;
   Spoiled(std::unique_ptr<Backend> inner, std::string op, Spoil spoil)

@@ -1,0 +1,172 @@
+// The plan of each rank's memory: Kimi K2.6's numbers from its headers, and the allocations that
+// the models make.
+#include "backend/spoiled_backend.h"
+#include "check.h"
+#include "engine/memory_plan.h"
+#include "model/draft_model.h"
+#include "model/synth.h"
+#include "model/target_model.h"
+
+namespace kdt::test {
+namespace {
+
+constexpr double kGiB = int64_t{1} << 30;
+
+struct K26 {
+  SynthModel model = make_synth_model({.like = "kimi-k2.6"});
+  SynthSource tensors{model, SynthSource::Part::kTarget, 0};
+};
+
+const K26& k26() {
+  static const K26 made;
+  return made;
+}
+
+MemoryPlan plan_k26(const MemoryOptions& options) {
+  return plan_memory(k26().model.config, k26().tensors, nullptr, nullptr, options);
+}
+
+double part(const MemoryPlan& plan, const char* name) {
+  return static_cast<double>(plan.weights_by_part.at(name)) / kGiB;
+}
+
+// Computed from the shapes by hand: routed experts are 60 layers of 384 with 3 * 7168 * 2048
+// values of 4.5 bits, and so on.
+KDT_TEST(k26_at_8_ranks) {
+  const MemoryPlan plan = plan_k26({.tensor_parallel_size = 8});
+  EXPECT_EQ(plan.faults.size(), size_t{0});
+  EXPECT_EQ(plan.weights_by_part.at("experts"), int64_t{60} * 384 * 3 * 7168 * 2048 * 9 / 16 / 8);
+  EXPECT_NEAR(part(plan, "experts"), 66.445, 0.001);
+  EXPECT_NEAR(part(plan, "attention"), 1.221 + 1.722, 0.003);
+  EXPECT_NEAR(part(plan, "shared experts"), 0.615, 0.001);
+  EXPECT_NEAR(part(plan, "router"), 0.308, 0.001);
+  EXPECT_NEAR(part(plan, "dense mlp"), 0.092, 0.001);
+  EXPECT_NEAR(part(plan, "embedding"), 0.273, 0.001);
+  EXPECT_NEAR(part(plan, "head"), 0.273, 0.001);
+  EXPECT_NEAR(static_cast<double>(plan.weights) / kGiB, 70.95, 0.01);
+  EXPECT_EQ(plan.kv_bytes_per_token, int64_t{70272});
+  EXPECT(!plan.weights_by_part.contains("other"));
+}
+
+KDT_TEST(k26_with_whole_experts) {
+  const MemoryPlan sliced = plan_k26({.tensor_parallel_size = 8});
+  const MemoryPlan whole = plan_k26({.tensor_parallel_size = 8, .expert_parallel = true});
+  EXPECT_EQ(whole.weights, sliced.weights);
+  EXPECT_EQ(whole.weights_by_part.at("experts"), sliced.weights_by_part.at("experts"));
+}
+
+KDT_TEST(k26_on_one_rank_is_the_checkpoint) {
+  const MemoryPlan plan = plan_k26({});
+  // But for vectors, which become f32, weight_shape and what is not of the text model.
+  int64_t expected = 0;
+  for (const auto& [name, view] : k26().tensors.tensors()) {
+    if (name.starts_with("vision_tower.") || name.starts_with("mm_projector.") ||
+        name.ends_with(".weight_shape"))
+      continue;
+    const bool widened = view.shape.size() == 1 && view.dtype == "BF16";
+    expected += static_cast<int64_t>(view.bytes) * (widened ? 2 : 1);
+  }
+  EXPECT_EQ(plan.weights, expected);
+}
+
+// Tokens beside the weights on a card with 95.6 GiB; the overhead is all that is no weight.
+KDT_TEST(k26_tokens_that_fit) {
+  const std::vector<std::pair<int64_t, double>> cases = {{4, 315408}, {8, 254289}, {12, 193170}};
+  for (const auto& [overhead, tokens] : cases) {
+    MemoryOptions options{.tensor_parallel_size = 8};
+    options.gpu_memory = static_cast<int64_t>(95.6 * kGiB);
+    const int64_t workspace = plan_k26(options).workspace;
+    options.overhead = overhead * static_cast<int64_t>(kGiB) - workspace;
+    const MemoryPlan plan = plan_k26(options);
+    EXPECT(workspace > 0 && workspace < 2 * kGiB);
+    // The weights' 70.95 GiB are rounded to 0.01 GiB, 153 tokens.
+    EXPECT_NEAR(static_cast<double>(plan.kv_tokens_fit), tokens, 160);
+  }
+}
+
+KDT_TEST(what_does_not_fit_is_told_with_a_way_out) {
+  MemoryOptions options{.tensor_parallel_size = 8};
+  options.gpu_memory = static_cast<int64_t>(60 * kGiB);
+  MemoryPlan plan = plan_k26(options);
+  EXPECT_EQ(plan.faults.size(), size_t{1});
+  EXPECT(plan.faults[0].find("do not fit: use more ranks") != std::string::npos);
+  EXPECT_EQ(plan.kv_tokens_fit, int64_t{0});
+
+  options.gpu_memory = static_cast<int64_t>(96 * kGiB);
+  plan = plan_k26(options);
+  EXPECT_EQ(plan.faults.size(), size_t{1});
+  EXPECT(plan.faults[0].find("set max_model_len ") != std::string::npos);
+  // That way out is one.
+  options.max_model_len = std::stoll(plan.faults[0].substr(plan.faults[0].rfind(' ') + 1));
+  EXPECT(options.max_model_len > 30000);
+  EXPECT_EQ(plan_k26(options).faults.size(), size_t{0});
+  options.max_model_len = 0;
+  options.max_num_seqs = 1;
+  plan = plan_k26(options);
+  EXPECT_EQ(plan.sequences_fit, int64_t{0});
+}
+
+KDT_TEST(what_does_not_divide_is_told) {
+  const MemoryPlan plan = plan_k26({.tensor_parallel_size = 3});
+  EXPECT_EQ(plan.faults.size(), size_t{1});
+  EXPECT(plan.faults[0].find("num_attention_heads, 64") != std::string::npos);
+  EXPECT_EQ(plan.weights, int64_t{0});
+}
+
+KDT_TEST(bad_options_are_named) {
+  EXPECT_THROWS("tensor_parallel_size is 0", plan_k26({.tensor_parallel_size = 0}));
+  EXPECT_THROWS("expert_parallel is true", plan_k26({.expert_parallel = true}));
+  MemoryOptions options;
+  options.max_num_seqs = 0;
+  EXPECT_THROWS("max_num_seqs is 0", plan_k26(options));
+  options = {};
+  options.gpu_memory = -1;
+  EXPECT_THROWS("gpu_memory is -1", plan_k26(options));
+  options = {};
+  options.max_model_len = 1 << 28;
+  EXPECT_THROWS("max_model_len is 268435456", plan_k26(options));
+}
+
+// A back end that counts what is allocated.
+class Counting final : public Spoiled {
+ public:
+  Counting() : Spoiled(make_backend("cpu", 1), "", nullptr) {}
+  Buffer allocate(DType dtype, std::initializer_list<int64_t> shape) override {
+    Buffer buffer = Spoiled::allocate(dtype, shape);
+    bytes += buffer.tensor.bytes();
+    return buffer;
+  }
+  int64_t bytes = 0;
+};
+
+// The workspace is what the models allocate, and a little for the engine.
+KDT_TEST(workspace_is_what_the_models_allocate) {
+  const SynthModel made = make_synth_model({.like = "tiny"});
+  const SynthSource tensors(made, SynthSource::Part::kTarget, 0);
+  const SynthSource draft_tensors(made, SynthSource::Part::kDrafter, 0);
+  for (const int size : {1, 2}) {
+    Counting backend;
+    const Ranks ranks{backend, {0, size}};
+    const int64_t length = 512, rows = 257, sequences = 3;
+    const TargetModel target(ranks, made.config, tensors, rows, length,
+                             made.drafter.target_layer_ids);
+    const DraftModel draft(ranks, made.drafter, draft_tensors, rows, sequences,
+                           length + made.drafter.block_size);
+    MemoryOptions options{.tensor_parallel_size = size};
+    options.max_model_len = length;
+    options.max_num_seqs = sequences;
+    const MemoryPlan plan =
+        plan_memory(made.config, tensors, &made.drafter, &draft_tensors, options);
+    const auto vocab = made.config.vocab_size / size;
+    const auto taps = static_cast<int64_t>(made.drafter.target_layer_ids.size());
+    const int64_t of_engine = 4 * (128 * vocab * (size > 1 ? 1 + size : 1) +
+                                   sequences * (made.drafter.block_size - 1) * vocab +
+                                   sequences * length * taps * made.config.hidden_size);
+    EXPECT_EQ(plan.workspace, backend.bytes + of_engine);
+  }
+}
+
+}  // namespace
+}  // namespace kdt::test
+
+KDT_TEST_MAIN
