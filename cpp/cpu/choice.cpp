@@ -125,6 +125,7 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
     const float scale = 1.0f / args.temperature;
     const float lse = kernels_.log_sum_exp(logits, vocab, scale, maxima.data());
     const bool has_distribution = std::isfinite(lse);
+    const float subtracted = is_part ? 0.0f : lse;
 
     // k blocks hold an element not below the k-th greatest block maximum, so nothing below it is
     // chosen.
@@ -154,13 +155,9 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
     for (int64_t i = 0; i < k; ++i) {
       const float logit = value(candidates[i]);
       args.ids.data<int32_t>()[row * k + i] = static_cast<int32_t>(args.first_id + candidates[i]);
-      float value = kMinusInfinity;
-      if (logit != kMinusInfinity && is_part) {
-        value = logit * scale;
-      } else if (logit != kMinusInfinity && has_distribution) {
-        value = logit * scale - lse;
-      }
-      args.logprobs.data<float>()[row * k + i] = value;
+      args.logprobs.data<float>()[row * k + i] =
+          (is_part || has_distribution) && logit != kMinusInfinity ? logit * scale - subtracted
+                                                                   : kMinusInfinity;
     }
     if (is_part) {
       args.log_sums.data<float>()[row] =

@@ -160,6 +160,8 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
         log_sum_exp(p.tops + row * num_chunks, p.sums + row * num_chunks, num_chunks, p.scale);
     if (threadIdx.x == 0) {
       shared.log_sum_exp = sum;
+      // It is no number where the greatest logit is infinite.
+      if (p.log_sums != nullptr) p.log_sums[row] = isnan(sum) ? -minus_infinity() : sum;
       shared.num_groups = shared.num_keys = shared.num_ranked = 0;
     }
   }
@@ -207,8 +209,8 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
   }
   const float lse = shared.log_sum_exp;
   const bool is_part = p.log_sums != nullptr;
-  // Of no number when the greatest logit is infinite.
-  if (is_part && threadIdx.x == 0) p.log_sums[row] = isnan(lse) ? -minus_infinity() : lse;
+  const bool has_logprobs = is_part || isfinite(lse);
+  const float subtracted = is_part ? 0.0f : lse;
   for (int i = static_cast<int>(threadIdx.x); i < num_ranked; i += kThreads) {
     const uint64_t key = ranked[i];
     int rank = 0;
@@ -217,11 +219,9 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const TopkParams p) {
     const float logit = number_of(static_cast<uint32_t>(key >> 32));
     const int64_t to = row * p.k + p.first + rank;
     p.ids[to] = p.first_id + position_of(key);
-    const float scaled = __fmul_rn(logit, p.scale);
-    p.logprobs[to] = logit == minus_infinity() ? logit
-                     : is_part                 ? scaled
-                     : isfinite(lse)           ? __fsub_rn(scaled, lse)
-                                               : minus_infinity();
+    p.logprobs[to] = has_logprobs && logit != minus_infinity()
+                         ? __fsub_rn(__fmul_rn(logit, p.scale), subtracted)
+                         : minus_infinity();
     if (rank == p.count - 1) p.bounds[row] = key;
   }
 }
