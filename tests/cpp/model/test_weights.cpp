@@ -1,97 +1,9 @@
-// The contract of a checkpoint's tensors, and their way to the back end.
-#include <array>
-
-#include "io/temp_dir.h"
+// The contract of a checkpoint's tensors.
+#include "checkpoint_files.h"
 #include "tiny_models.h"
 
 namespace kdt::test {
 namespace {
-
-// Tensors of a checkpoint, written as one safetensors file.
-struct Tensors {
-  struct Entry {
-    std::string dtype;
-    Shape shape;
-    std::vector<uint8_t> bytes;
-  };
-  std::map<std::string, Entry> entries;
-
-  static int64_t bytes_of(const std::string& dtype) {
-    return dtype == "I64" ? 8 : dtype == "F32" || dtype == "I32" ? 4 : 2;
-  }
-
-  void add(const std::string& name, const std::string& dtype, const Shape& shape) {
-    int64_t n = bytes_of(dtype);
-    for (int64_t size : shape) n *= size;
-    std::vector<uint8_t> bytes(n);
-    Random random(entries.size());
-    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.below(60));  // numbers, no NaN
-    entries[name] = {dtype, shape, bytes};
-  }
-
-  // `name`.weight_shape.
-  template <typename T>
-  void add_shape(const std::string& name, std::array<T, 2> shape) {
-    add(name + ".weight_shape", sizeof(T) == 8 ? "I64" : "I32", {2});
-    std::memcpy(entries[name + ".weight_shape"].bytes.data(), shape.data(), sizeof(shape));
-  }
-
-  void write(const TempDir& folder) const {
-    std::string header, data;
-    for (const auto& [name, entry] : entries) {
-      header += join(header.empty() ? "{" : ",", "\"", name, "\":{\"dtype\":\"", entry.dtype,
-                     "\",\"shape\":[");
-      for (size_t i = 0; i < entry.shape.size(); ++i) header += join(i ? "," : "", entry.shape[i]);
-      header +=
-          join("],\"data_offsets\":[", data.size(), ",", data.size() + entry.bytes.size(), "]}");
-      data.append(entry.bytes.begin(), entry.bytes.end());
-    }
-    header += "}";
-    const uint64_t length = header.size();
-    std::string file(reinterpret_cast<const char*>(&length), 8);
-    folder.write("model.safetensors", file + header + data);
-  }
-};
-
-DraftConfig small_drafter() {
-  DraftConfig config;
-  config.hidden_size = 32;
-  config.intermediate_size = 64;
-  config.num_hidden_layers = 1;
-  config.num_attention_heads = 4;
-  config.num_key_value_heads = 2;
-  config.head_dim = 8;
-  config.target_layer_ids = {0, 1};
-  return config;
-}
-
-Tensors small_tensors() {
-  Tensors t;
-  t.add("fc.weight", "BF16", {32, 64});
-  for (const char* name : {"hidden_norm.weight", "norm.weight", "layers.0.input_layernorm.weight",
-                           "layers.0.post_attention_layernorm.weight"}) {
-    t.add(name, "BF16", {32});
-  }
-  t.add("layers.0.self_attn.q_proj.weight", "BF16", {32, 32});
-  t.add("layers.0.self_attn.k_proj.weight", "F32", {16, 32});
-  t.add("layers.0.self_attn.v_proj.weight", "BF16", {16, 32});
-  t.add("layers.0.self_attn.o_proj.weight", "BF16", {32, 32});
-  t.add("layers.0.self_attn.q_norm.weight", "F32", {8});
-  t.add("layers.0.self_attn.k_norm.weight", "BF16", {8});
-  t.add("layers.0.mlp.gate_proj.weight", "BF16", {64, 32});
-  t.add("layers.0.mlp.up_proj.weight_packed", "I32", {64, 4});
-  t.add("layers.0.mlp.up_proj.weight_scale", "BF16", {64, 1});
-  t.add_shape<int32_t>("layers.0.mlp.up_proj", {64, 32});
-  t.add("layers.0.mlp.down_proj.weight", "BF16", {32, 64});
-  return t;
-}
-
-// As if config.json had a quantization_config.
-WeightSpecs int4_specs(const DraftConfig& config = small_drafter()) {
-  WeightSpecs specs = draft_weight_specs(config);
-  for (auto& [name, spec] : specs) spec.int4 = spec.kind == WeightSpec::Kind::kMatrix;
-  return specs;
-}
 
 WeightFaults faults_of(const Tensors& tensors, const WeightSpecs& specs = int4_specs()) {
   const TempDir folder;
@@ -149,11 +61,9 @@ KDT_TEST(weight_shape_repeats_the_shape) {
     const TempDir folder;
     tensors.write(folder);
     const SafetensorsFolder files(folder.path(""));
-    const std::string found = weight_shape_fault(files, up, int4_specs().at(up));
-    WeightReader reader(files, int4_specs(), backend(), {});
-    if (!found.empty()) EXPECT_THROWS(found, reader.matrix(up));
-    if (found.empty()) reader.matrix(up);
-    return found;
+    const WeightFaults others = check_weights(int4_specs(), files);
+    return join(weight_shape_fault(files, up, int4_specs().at(up)),
+                others.faults.empty() ? "" : others.faults[0]);
   };
   Tensors t = small_tensors();
   EXPECT_EQ(fault(t), "");
@@ -169,6 +79,45 @@ KDT_TEST(weight_shape_repeats_the_shape) {
   EXPECT_EQ(fault(t), up + ".weight_shape: dtype BF16, want I32 or I64");
   t.entries.erase(up + ".weight_shape");
   EXPECT_EQ(fault(t), "");
+}
+
+KDT_TEST(fp8_comes_with_a_factor_a_block) {
+  DraftConfig config = small_drafter();
+  config.intermediate_size = 160;
+  WeightSpecs specs = draft_weight_specs(config);
+  for (auto& [name, spec] : specs) spec.fp8 = spec.kind == WeightSpec::Kind::kMatrix;
+  const auto with = [](const char* dtype, const Shape& scale) {
+    Tensors t = small_tensors();
+    for (const char* part : {".weight_packed", ".weight_scale", ".weight_shape"})
+      t.entries.erase(std::string("layers.0.mlp.up_proj") + part);
+    t.add("layers.0.mlp.gate_proj.weight", "BF16", {160, 32});
+    t.add("layers.0.mlp.up_proj.weight", "F8_E4M3", {160, 32});
+    t.add("layers.0.mlp.down_proj.weight", "F8_E4M3", {32, 160});
+    t.add("layers.0.mlp.up_proj.weight_scale_inv", dtype, scale);
+    t.add("layers.0.mlp.down_proj.weight_scale_inv", "F32", {1, 2});
+    return t;
+  };
+  const auto fault = [&](const Tensors& t) {
+    const WeightFaults found = faults_of(t, specs);
+    return found.count == 1 ? found.faults[0] : join(found.count, " faults");
+  };
+  const std::string scale = "layers.0.mlp.up_proj.weight_scale_inv";
+  EXPECT_EQ(fault(with("F32", {2, 1})), "0 faults");
+  EXPECT_EQ(fault(with("F32", {1, 2})), scale + ": shape [1, 2], want [2, 1]");
+  EXPECT_EQ(fault(with("BF16", {2, 1})), scale + ": dtype BF16, want F32");
+  Tensors t = with("F32", {2, 1});
+  t.entries.erase(scale);
+  EXPECT_EQ(fault(t), scale + ": missing");
+  t = with("F32", {2, 1});
+  t.add("layers.0.mlp.gate_proj.weight_scale_inv", "F32", {2, 1});  // of a bf16 matrix
+  EXPECT_EQ(fault(t),
+            "layers.0.mlp.gate_proj.weight_scale_inv: the model of config.json has no such tensor");
+  t = with("F32", {2, 1});
+  t.add("layers.0.mlp.gate_proj.weight", "F8_E5M2", {160, 32});
+  EXPECT_EQ(fault(t), "layers.0.mlp.gate_proj.weight: dtype F8_E5M2, want BF16 or F32 or F8_E4M3");
+  for (auto& [name, spec] : specs) spec.fp8 = false;
+  EXPECT_EQ(faults_of(with("F32", {2, 1}), specs).faults.at(1),
+            "layers.0.mlp.up_proj.weight: dtype F8_E4M3, want BF16 or F32");
 }
 
 KDT_TEST(int4_needs_whole_groups) {
@@ -269,7 +218,7 @@ KDT_TEST(the_prefix_of_a_drafter) {
   EXPECT_EQ(find_draft_prefix(SafetensorsFolder(b.path(""))), "model.");
 }
 
-KDT_TEST(a_reader_refuses_a_folder_that_breaks_the_contract) {
+KDT_TEST(a_plan_refuses_a_folder_that_breaks_the_contract) {
   const TempDir folder;
   Tensors t = small_tensors();
   for (const char* name :
@@ -279,60 +228,9 @@ KDT_TEST(a_reader_refuses_a_folder_that_breaks_the_contract) {
   }
   t.write(folder);
   const SafetensorsFolder files(folder.path(""));
-  const auto read = [&] { WeightReader(files, int4_specs(), backend(), {}); };
-  EXPECT_THROWS("6 tensors are not as config.json asks: fc: missing,", read());
-  EXPECT_THROWS("; ...", read());
-}
-
-KDT_TEST(values_on_their_way) {
-  const TempDir folder;
-  const Tensors t = small_tensors();
-  t.write(folder);
-  const SafetensorsFolder files(folder.path(""));
-  int64_t done = 0, total = 0;
-  bool ascending = true;
-  WeightReader reader(files, int4_specs(), backend(), [&](int64_t d, int64_t all) {
-    ascending = ascending && d > done && d <= all;
-    done = d;
-    total = all;
-  });
-  const auto expected = [&](const std::string& name) {
-    const Tensors::Entry& entry = t.entries.at(name);
-    Floats values;
-    for (size_t i = 0; i < entry.bytes.size(); i += Tensors::bytes_of(entry.dtype)) {
-      float value;
-      uint16_t bits;
-      std::memcpy(&bits, &entry.bytes[i], 2);
-      if (entry.dtype == "BF16") {
-        value = bf16_to_float(bits);
-      } else {
-        std::memcpy(&value, &entry.bytes[i], 4);
-      }
-      values.push_back(value);
-    }
-    return values;
-  };
-  for (const char* name : {"norm.weight", "layers.0.self_attn.q_norm.weight"}) {
-    EXPECT(same_bits(download(backend(), reader.vector(name).tensor), expected(name)));
-  }
-  EXPECT(same_bits(reader.values("layers.0.self_attn.k_proj"),
-                   expected("layers.0.self_attn.k_proj.weight")));
-  EXPECT(same_bits(reader.values("fc"), expected("fc.weight")));
-  const Buffer table = reader.table("fc");
-  EXPECT(table.tensor.dtype() == DType::kBFloat16 && table.tensor.dim(0) == 32 &&
-         table.tensor.dim(1) == 64);
-  const HostMatrix packed = reader.matrix("layers.0.mlp.up_proj");
-  EXPECT(packed.dtype == DType::kInt32 && packed.out_features == 64 && packed.in_features == 32);
-  EXPECT(std::memcmp(packed.data, t.entries.at("layers.0.mlp.up_proj.weight_packed").bytes.data(),
-                     64 * 16) == 0);
-  EXPECT(std::memcmp(packed.scale, t.entries.at("layers.0.mlp.up_proj.weight_scale").bytes.data(),
-                     64 * 2) == 0);
-  reader.release();
-  const auto stacked = reader.linear({"layers.0.mlp.gate_proj", "layers.0.mlp.gate_proj"});
-  EXPECT(stacked->out_features == 128 && stacked->in_features == 32);
-  EXPECT(ascending);
-  EXPECT_EQ(total, static_cast<int64_t>(files.total_bytes()));
-  EXPECT_THROWS("weights: 'lm_head' is not in the contract", reader.matrix("lm_head"));
+  const auto plan = [&] { LoadPlan(backend(), files, int4_specs(), {}); };
+  EXPECT_THROWS("6 tensors are not as config.json asks: fc: missing,", plan());
+  EXPECT_THROWS("; ...", plan());
 }
 
 KDT_TEST(the_contract_of_each_tiny_model) {
