@@ -127,6 +127,7 @@ void register_attention(pybind11::module_& module);
 void register_bench(pybind11::module_& module);
 void register_engine(pybind11::module_& module);
 void register_ops(pybind11::module_& module);
+void register_shard(pybind11::module_& module);
 void register_synth(pybind11::module_& module);
 
 }  // namespace kdt

@@ -99,8 +99,14 @@ py::dict describe(const DraftConfig& c) {
   return d;
 }
 
-py::dict inspect(py::handle folder) {
-  const CheckpointReport report = inspect_checkpoint(text("folder", folder));
+py::dict inspect(py::handle folder_in, py::handle verify_in) {
+  const std::string folder = text("folder", folder_in);
+  const bool verify = boolean("verify", verify_in);
+  CheckpointReport report;
+  {
+    const GilRelease release;
+    report = inspect_checkpoint(folder, verify);
+  }
   py::dict d = report.is_drafter ? describe(report.drafter) : describe(report.model);
   d["kind"] = report.is_drafter ? "drafter" : "target";
   d["num_tensors"] = report.num_tensors;
@@ -108,6 +114,15 @@ py::dict inspect(py::handle folder) {
   d["bytes_by_dtype"] = report.bytes_by_dtype;
   d["bytes_by_part"] = report.bytes_by_part;
   d["unknown_tensors"] = report.unknown;
+  if (const CacheReport& cache = report.cache; cache.tensor_parallel_size > 0) {
+    py::dict of_cache;
+    of_cache["layout"] = cache.layout;
+    of_cache["source"] = cache.source;
+    of_cache["tensor_parallel_size"] = cache.tensor_parallel_size;
+    of_cache["expert_parallel"] = cache.expert_parallel;
+    of_cache["rank_bytes"] = cache.rank_bytes;
+    d["cache"] = of_cache;
+  }
   d["faults"] = report.faults;
   return d;
 }
@@ -381,7 +396,7 @@ void register_engine(py::module_& module) {
       .def("stats", &stats)
       .def("config", &config);
 
-  module.def("inspect_checkpoint", &inspect, py::arg("folder"));
+  module.def("inspect_checkpoint", &inspect, py::arg("folder"), py::arg("verify") = false);
   module.def("measure_cpu", &measure, py::arg("num_threads") = 0,
              py::arg("cache_bytes") = int64_t{16} << 20);
 }

@@ -12,5 +12,6 @@ PYBIND11_MODULE(_core, module) {
   kdt::register_ops(module);
   kdt::register_attention(module);
   kdt::register_bench(module);
+  kdt::register_shard(module);
   kdt::register_synth(module);
 }
