@@ -145,8 +145,49 @@ def accept_tree(
 ) -> tuple[I32, int]:
     """Greedy walk: accepted slots (root first) and the bonus token."""
 
-def inspect_checkpoint(folder: str) -> dict[str, Any]:
-    """Config, tensors and faults of a checkpoint folder, from its headers; loads no weights."""
+def inspect_checkpoint(folder: str, verify: bool = False) -> dict[str, Any]:
+    """Config, tensors and faults of a checkpoint folder, from its headers; loads no weights.
+
+    Of a pre-sharded cache `cache` says what it was made for, and `verify` reads it all to compare
+    the checksums.
+    """
+
+def shard_checkpoint(
+    model: str,
+    out: str,
+    drafter: str | None = None,
+    *,
+    device: str = "cpu",  # whose layout: "auto", "cpu", "cuda", "cuda:N"
+    num_threads: int = 0,
+    tensor_parallel_size: int = 1,
+    expert_parallel: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Writes a pre-sharded cache: layout, read_bytes, written_bytes.
+
+    `out` is a folder that is not there, or empty; it appears when it is whole. ValueError for a bad
+    argument and RuntimeError for a file, a model that is malformed, a disk without room. Then, and
+    when `progress(written_bytes, bytes_in_all)` or a signal handler raises, nothing is left.
+    """
+
+def plan_memory(
+    model: str,
+    drafter: str | None = None,
+    *,
+    tensor_parallel_size: int = 1,
+    expert_parallel: bool = False,
+    gpu_memory: int = 0,  # bytes a rank has; 0: not known
+    overhead: int | None = None,  # bytes of driver, kernels and communication; None: 2 GiB
+    max_model_len: int = 0,
+    max_num_seqs: int = 8,
+    prefill_chunk_size: int = 256,
+) -> dict[str, Any]:
+    """What each rank of a GPU will need of its memory, from headers alone; sizes are bytes.
+
+    weights_by_part, weights, workspace, overhead, kv_bytes_per_token, draft_kv_bytes_per_token,
+    cache_tokens (set aside for max_num_seqs + 1 sequences of max_model_len), faults (what cannot be
+    cut into ranks, what does not fit); with gpu_memory kv_tokens_fit and sequences_fit.
+    """
 
 def synth_checkpoint(
     like: str,
