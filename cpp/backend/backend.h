@@ -388,14 +388,16 @@ class Backend {
 // is missing.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
 
-// Where each rank of a process runs. "cuda" and "auto" give rank R the GPU R; "cuda:0,cuda:1" and
-// the like name one for each rank, the same one for several if wanted; "cpu" shares `num_threads`
-// (0: one a core) between the ranks. Throws std::invalid_argument for anything else.
+// Where the ranks of a process run, ranks [first, first + num_ranks) of the node's `node_ranks`.
+// "cuda" and "auto" give rank R the GPU R; "cuda:0,cuda:1" and the like name one for each rank of
+// the node, the same one for several if wanted; "cpu" shares `num_threads` (0: one a core) between
+// them. Throws std::invalid_argument for anything else.
 struct RankDevice {
   std::string device;
   int num_threads = 0;
 };
-std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks);
+std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks,
+                                     int first, int node_ranks);
 
 // What this processor reaches with `num_threads` threads (0: one a core), measured in about a
 // second.

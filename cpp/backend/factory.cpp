@@ -74,8 +74,9 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
 #endif
 }
 
-std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks) {
-  if (num_ranks == 1) return {{device, num_threads}};
+std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks,
+                                     int first, int node_ranks) {
+  if (node_ranks == 1) return {{device, num_threads}};
   std::string one = device;
   if (device == "auto") {
     one = "cpu";
@@ -83,25 +84,25 @@ std::vector<RankDevice> rank_devices(const std::string& device, int num_threads,
     if (cuda::first_supported_device() >= 0) one = "cuda";
 #endif
   }
-  std::vector<RankDevice> devices;
   if (one == "cpu") {
     const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     const int threads = num_threads == 0 ? cores : num_threads;
-    devices.assign(num_ranks, {"cpu", std::max(1, threads / num_ranks)});
-  } else if (one == "cuda") {
-    for (int rank = 0; rank < num_ranks; ++rank) devices.push_back({join("cuda:", rank), 0});
+    return std::vector<RankDevice>(num_ranks, {"cpu", std::max(1, threads / node_ranks)});
+  }
+  std::vector<RankDevice> all;
+  if (one == "cuda") {
+    for (int rank = 0; rank < node_ranks; ++rank) all.push_back({join("cuda:", rank), 0});
   } else {
-    std::istringstream names(one);
-    for (std::string name; std::getline(names, name, ',');) devices.push_back({name, 0});
-    const bool all_cuda = std::all_of(devices.begin(), devices.end(), [](const RankDevice& d) {
-      return cuda_device(d.device) >= 0;
-    });
-    KDT_CHECK_ARGUMENT(all_cuda && static_cast<int>(devices.size()) == num_ranks, "device is '",
-                       device, "' for ", num_ranks,
+    std::istringstream names(one + ",");
+    for (std::string name; std::getline(names, name, ',');) all.push_back({name, 0});
+    const bool all_cuda = std::all_of(
+        all.begin(), all.end(), [](const RankDevice& d) { return cuda_device(d.device) >= 0; });
+    KDT_CHECK_ARGUMENT(all_cuda && static_cast<int>(all.size()) == node_ranks, "device is '",
+                       device, "' for ", node_ranks,
                        " ranks; want 'auto', 'cpu', 'cuda', or one 'cuda:N' for each rank with "
                        "commas between");
   }
-  return devices;
+  return {all.begin() + first, all.begin() + first + num_ranks};
 }
 
 std::vector<OpTime> bench_ops(const std::string& device, const std::string& only) {

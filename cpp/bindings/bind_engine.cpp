@@ -198,7 +198,7 @@ py::dict stats(SharedEngine& shared) {
     CostModel costs;
   };
   const Counters c = shared.look([](const EngineGroup& group) {
-    const Engine& e = group.leader();
+    const Engine& e = group.first();
     return Counters{e.stats(), e.num_active(), e.num_waiting(), e.kv_tokens_free(), e.costs()};
   });
   const BackendInfo info = shared.loaded().backend_info();
@@ -364,10 +364,19 @@ void register_engine(py::module_& module) {
             return shared.use([&](EngineGroup& e) { return e.generate(ids, request, not_interrupted); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
+      .def_property_readonly("is_leader",
+                             [](SharedEngine& shared) { return shared.is_leader(); })
+      .def("follow",
+           [](SharedEngine& shared) {
+             shared.use([](EngineGroup& e) {
+               e.follow();
+               return 0;
+             });
+           })
       .def("has_unfinished",
            [](SharedEngine& shared) {
              return shared.look(
-                 [](const EngineGroup& e) { return e.leader().has_unfinished(); });
+                 [](const EngineGroup& e) { return e.first().has_unfinished(); });
            })
       .def(
           "abort",

@@ -23,7 +23,8 @@ class SharedEngine {
   explicit SharedEngine(const EngineOptions& options) : engine_(options) {}
 
   // For what is the same since loading.
-  const Engine& loaded() const { return engine_.leader(); }
+  const Engine& loaded() const { return engine_.first(); }
+  bool is_leader() const { return engine_.is_leader(); }
 
   template <typename Call>
   auto use(const Call& call) {

@@ -1,5 +1,5 @@
-// The engine as its users see it: one rank in the caller's thread, or several in threads of their
-// own, each with its part of the models.
+// The engine as its users see it: one rank in the caller's thread, or several, each with its part of
+// the models, in threads of their own and in one process or more.
 #pragma once
 
 #include <functional>
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/command.h"
 #include "engine/engine.h"
 #include "parallel/worker_group.h"
 
@@ -14,10 +15,20 @@ namespace kdt {
 
 // Not for use by several threads at once. After a rank has failed or has not come in time, every
 // call throws Error with the first cause.
+//
+// In a process that torchrun, mpirun or srun started as one of several (parallel/launch.h), with
+// more than one rank asked for, the ranks are shared between all of them. The process of rank 0
+// makes the calls below, the others follow() them.
 class EngineGroup {
  public:
   // Throws Error for files and std::invalid_argument for options, naming the field and the value.
   explicit EngineGroup(const EngineOptions& options);
+  // Lets the processes that follow go.
+  ~EngineGroup();
+
+  bool is_leader() const { return is_leader_; }
+  // Does what rank 0's process does until that ends its group.
+  void follow();
 
   // As Engine's.
   int64_t add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);
@@ -35,9 +46,8 @@ class EngineGroup {
                                    const RequestOptions& options,
                                    const std::function<void()>& after_step = nullptr);
 
-  // Rank 0's, to be read between calls.
-  const Engine& leader() const { return *ranks_->engines[0]; }
-  int size() const { return static_cast<int>(ranks_->engines.size()); }
+  // This process' first rank's, to be read between calls.
+  const Engine& first() const { return *ranks_->engines[0]; }
 
  private:
   // What a rank's thread works with. Shared with the threads, because one that is stuck may
@@ -45,15 +55,17 @@ class EngineGroup {
   struct Ranks {
     EngineOptions options;
     std::unique_ptr<Checkpoints> checkpoints;  // while loading
+    std::vector<RankGroup*> groups;            // of this process' ranks; none when it is alone
     std::vector<std::unique_ptr<Engine>> engines;
+    bool has_followers = false;
   };
 
-  // call(engine) on all ranks; rank 0's result. `call` owns what it uses.
-  template <typename Call>
-  auto on_all(Call call);
+  // On all ranks; rank 0's result.
+  CommandResult run(Command command);
 
   std::shared_ptr<Ranks> ranks_;
   std::unique_ptr<WorkerGroup> workers_;  // null: one rank. Ends before ranks_.
+  bool is_leader_ = true;
 };
 
 }  // namespace kdt

@@ -96,6 +96,11 @@ class Engine:
         timeout_s: float = 600.0,  # how long a rank waits for the others
         progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
+    @property
+    def is_leader(self) -> bool:
+        """False in a process of torchrun, mpirun or srun that follows rank 0's."""
+    def follow(self) -> None:
+        """In such a process: does what rank 0's process does, until that ends its engine."""
     def add_request(self, prompt_token_ids: Sequence[int], options: RequestOptions) -> int:
         """Queues a request and returns its id.
 

@@ -69,7 +69,9 @@ class LLM:
     matrix: device "cuda" then is a GPU for each rank, "cuda:0,cuda:1" and the like name them, and
     "cpu" shares `num_threads` between them. `expert_parallel` gives each rank whole experts instead
     of a slice of each. A rank that fails, or has not come after `rank_timeout` seconds, ends the
-    engine with a RuntimeError that names it.
+    engine with a RuntimeError that names it. Under torchrun, mpirun or srun the ranks are shared
+    between the processes: that of rank 0 goes on, the others work for it until it is done and end
+    with SystemExit in this constructor.
 
     Raises ValueError for a bad argument and RuntimeError for a checkpoint that is malformed or not
     supported, each naming the field. Not for use from several threads at once: a request
@@ -136,6 +138,9 @@ class LLM:
             timeout_s=timeout,
             progress=progress,
         )
+        if not self._engine.is_leader:
+            self._engine.follow()
+            raise SystemExit(0)
         self.config: dict[str, Any] = self._engine.config()
         self._check_block(options.get("num_speculative_tokens"))
         self._check_mask_token(drafter)

@@ -57,6 +57,8 @@ class Engine:
             options["progress"](1, 2)
             options["progress"](2, 2)
 
+    is_leader = True
+
     def config(self) -> dict[str, Any]:
         return {
             "model": {"vocab_size": 512},
