@@ -1,5 +1,5 @@
 // How processes find each other, and what comes to their port beside them.
-#include <cstring>
+#include <sys/resource.h>
 
 #include "check.h"
 #include "core/clock.h"
@@ -187,7 +187,10 @@ std::string hear(int fd, size_t bytes) {
 
 KDT_TEST(strangers_do_not_disturb) {
   const int port = next_master_port();
+  Clock clock;
   Processes processes(3, [&](int rank) {
+    const rlimit few{100, 100};  // fewer descriptors than strangers
+    setrlimit(RLIMIT_NOFILE, &few);
     if (rank == 2) sleep_ms(1200);
     return join_and_meet(launch_of(rank, 3, port), kLong);
   });
@@ -206,6 +209,7 @@ KDT_TEST(strangers_do_not_disturb) {
   say(strangers[143], hello(3, port, 1));
   EXPECT(holds(hear(strangers[143], 16 + 512), "the process's number is 3"));
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(processes.result(rank), "right");
+  EXPECT(clock.ms() < 4500);  // not until the silent ones are sent away
   for (const int fd : strangers) close(fd);
 }
 

@@ -1,5 +1,5 @@
 // Ranks in several processes: what they exchange, and how a group ends.
-#include <atomic>
+#include <cmath>
 
 #include "check.h"
 #include "core/clock.h"
@@ -151,6 +151,50 @@ KDT_TEST(stopped_process) {
     processes.send_signal(victim, SIGCONT);
     EXPECT(processes.result(victim) != "");
   }
+}
+
+KDT_TEST(rank_0_names_the_late_for_one_that_came_first) {
+  const int port = next_master_port();
+  Processes processes(3, [&](int rank) {
+    const auto group = make_tcp_group(launch_of(rank, 3, port), 1);
+    group->barrier();
+    if (rank == 0) sleep_ms(700);
+    if (rank == 2) sleep_ms(50000);
+    Clock clock;
+    const std::string error = until_the_end(*group);
+    return error + (clock.ms() < (rank == 0 ? 800 : 1450) ? "" : ", late");
+  });
+  for (int rank : {0, 1}) EXPECT_EQ(processes.result(rank), "rank 2 of 3 did not come within 1 s");
+}
+
+KDT_TEST(ranks_stay_while_their_memory_is_being_sent) {
+  const int port = next_master_port();
+  Processes processes(2, [&](int process) {
+    const Ranks ranks = make_hybrid_group(2, launch_of(process, 2, port), kLong);
+    run_ranks(ranks, [](RankGroup& group) { group.barrier(); });
+    if (process == 0) kill(getpid(), SIGSTOP);
+    std::thread ender([&] {
+      sleep_ms(1000);
+      ranks[0]->abort("the disk is full");
+    });
+    double ends[2];
+    Clock clock;
+    const auto errors = run_ranks(ranks, [&](RankGroup& group) {
+      std::vector<char> mine(20'000'000), all(4 * mine.size());
+      if (group.rank() == 3) sleep_ms(400);
+      try {
+        group.all_gather(mine.data(), mine.size(), all.data());
+      } catch (const Error&) {
+        ends[group.rank() - 2] = clock.ms();
+        throw;
+      }
+    });
+    ender.join();
+    if (errors[0] != "the disk is full" || errors[1] != errors[0]) return "wrong: " + errors[0];
+    // The rank that came last sends for both, and gives up a second later.
+    return std::string(std::abs(ends[0] - ends[1]) < 400 ? "right" : "one left early");
+  });
+  EXPECT_EQ(processes.result(1), "right");
 }
 
 KDT_TEST(stalled_rank_beside_others_of_its_process) {
