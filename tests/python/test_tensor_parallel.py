@@ -147,8 +147,16 @@ def test_what_cannot_be_cut_is_refused(wide_model: Path) -> None:
     for folder, ranks, expert_parallel, message in cases:
         with pytest.raises(ValueError, match=message):
             make(folder, ranks, expert_parallel)
-    for device in ("cuda:0", "cuda:0,cuda:1,cuda:2", "cpu,cpu", "check:cpu,cpu", "cuda:0,", "x", ""):
-        with pytest.raises(ValueError, match="device is '.*' for 2 ranks; want"):
+    for device in (
+        "cuda:0",
+        "cuda:0,cuda:1,cuda:2",
+        "cpu,cpu",
+        "check:cpu,cpu",
+        "cuda:0,",
+        "x",
+        "",
+    ):
+        with pytest.raises(ValueError, match=r"device is .* for 2 ranks; want"):
             make(BUNDLED, 2, device=device)
 
 
@@ -157,7 +165,7 @@ def test_a_rank_that_fails_ends_all() -> None:
         raise KeyError("planted")
 
     before = threading.active_count()
-    with pytest.raises(RuntimeError, match="rank 0: .*planted"):
+    with pytest.raises(RuntimeError, match=r"rank 0: .*planted"):
         make(BUNDLED, 4, progress=fails)
     assert threading.active_count() == before
 
@@ -170,7 +178,7 @@ def test_a_rank_that_stalls_ends_all_within_the_timeout() -> None:
         time.sleep(5 if len(calls) == 1 else 0)
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 0 .*"):
+    with pytest.raises(RuntimeError, match="rank 0 "):
         make(BUNDLED, 2, progress=stalls, timeout_s=1.0)
     assert time.monotonic() - start < 4.5
     time.sleep(5)  # until the thread that was left behind has gone

@@ -1,0 +1,133 @@
+"""Ranks on GPUs, several on one or one each, or on the emulated GPU of a build for that.
+
+Skipped without a GPU; with KDT_REQUIRE_DEVICE=1 that is a failure. KDT_LARGE_CASES=1 adds the
+bundled model; what needs two GPUs is skipped where there is one.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdtree_engine import synth
+from kdtree_engine.llm import default_model
+
+_core: Any = pytest.importorskip("kdtree_engine._core")
+if not hasattr(_core, "op_linear"):
+    pytest.skip("the compiled module is not built", allow_module_level=True)
+
+pytestmark = pytest.mark.cuda
+LARGE = os.environ.get("KDT_LARGE_CASES") == "1"
+large = pytest.mark.skipif(not LARGE, reason="KDT_LARGE_CASES=1 runs it")
+
+
+def make(folder: Path, ranks: int, device: str, **options: Any) -> Any:
+    return _core.Engine(
+        str(folder),
+        str(folder / "drafter"),
+        device,
+        tensor_parallel_size=ranks,
+        **{"max_model_len": 512, "timeout_s": 60.0, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight heads; a layer less where the GPU is emulated."""
+    folder = tmp_path_factory.mktemp("synth") / "model"
+    synth.write(synth.plan("tiny", layers=3 if LARGE else 2), folder)
+    try:
+        make(folder, 1, "cuda:0", max_model_len=64)
+    except RuntimeError as error:
+        if not str(error).startswith("device is 'cuda"):
+            raise
+        if os.environ.get("KDT_REQUIRE_DEVICE") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    return folder
+
+
+def has_two_gpus(folder: Path) -> bool:
+    try:
+        make(folder, 1, "cuda:1", max_model_len=64)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def ids_of(engine: Any, seed: int, n: int) -> list[int]:
+    vocab = engine.config()["model"]["vocab_size"]
+    return [int(i) for i in np.random.default_rng(seed).integers(0, vocab, n)]
+
+
+def generate(engine: Any, prompt: list[int], method: str, budget: int, n: int = 12) -> list[int]:
+    options = _core.RequestOptions(max_tokens=n, method=method, tree_budget=budget, ignore_eos=True)
+    return [t for o in engine.generate(prompt, options) for t in o.token_ids]
+
+
+def check(engine: Any, alone: Any, n: int = 12) -> None:
+    """Tokens by every method, bits of tree nodes, and logits against one rank's."""
+    for seed, length in enumerate((1, 20)):
+        prompt = ids_of(engine, seed, length)
+        plain = generate(engine, prompt, "none", 0, n)
+        assert len(plain) == n
+        for method, budget in (("dflash", 0), ("ddtree", 8), ("ddtree", 64)):
+            assert generate(engine, prompt, method, budget, n) == plain, (method, budget)
+    prefix, tokens = ids_of(engine, 5, 33), ids_of(engine, 6, 9)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6]
+    tree = engine.tree_logits(prefix, tokens, parents)
+    for path in ([0], [0, 2, 5], [0, 1, 3, 6, 8]):
+        plain = engine.logits(prefix + [tokens[s] for s in path])
+        assert tree[path[-1]].tobytes() == plain[-1].tobytes()
+    ids = ids_of(engine, 7, 40)
+    one, several = alone.logits(ids), engine.logits(ids)
+    errors = np.linalg.norm(several - one, axis=1) / np.linalg.norm(one, axis=1)
+    # bf16 operands round sums of other parts; a router's choice may tip within that.
+    assert np.median(errors) < 0.02, np.sort(errors)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path) -> Iterator[Any]:
+    yield make(tiny, 1, "cuda:0")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_on_one_gpu(tiny: Path, alone: Any, ranks: int) -> None:
+    check(make(tiny, ranks, ",".join(["cuda:0"] * ranks)), alone)
+
+
+def test_whole_experts_on_one_gpu(tiny: Path, alone: Any) -> None:
+    check(make(tiny, 2, "cuda:0,cuda:0", expert_parallel=True), alone)
+
+
+@large
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_bundled_model_on_one_gpu(tiny: Path, ranks: int) -> None:
+    alone = make(default_model(), 1, "cuda:0")
+    check(make(default_model(), ranks, ",".join(["cuda:0"] * ranks)), alone, n=128)
+
+
+@large
+@pytest.mark.parametrize("way", ["push", "nccl", "auto"])
+def test_a_rank_on_each_of_two_gpus(
+    tiny: Path, alone: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_two_gpus(tiny):
+        pytest.skip("there is one GPU")
+    monkeypatch.setenv("KDTREE_ALL_REDUCE", way)
+    check(make(tiny, 2, "cuda"), alone)
+    check(make(default_model(), 2, "cuda"), make(default_model(), 1, "cuda:0"), n=128)
+
+
+def test_a_gpu_that_is_not_there_is_named(tiny: Path) -> None:
+    with pytest.raises((RuntimeError, ValueError), match="cuda:63"):
+        make(tiny, 2, "cuda:0,cuda:63")
+
+
+def test_ranks_come_and_go_on_one_gpu(tiny: Path) -> None:
+    for _ in range(20 if LARGE else 1):
+        engine = make(tiny, 2, "cuda:0,cuda:0", max_model_len=64, max_num_seqs=1)
+        assert len(generate(engine, [3, 1, 4], "none", 0, 2)) == 2
