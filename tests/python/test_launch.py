@@ -1,0 +1,175 @@
+"""Ranks in several processes: the launchers' variables, real launches, and ranks that die."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kdtree_engine
+
+_core: Any = pytest.importorskip("kdtree_engine._core")
+if not hasattr(_core, "op_linear"):
+    pytest.skip("the compiled module is not built", allow_module_level=True)
+
+BUNDLED = Path(kdtree_engine.__file__).parent / "models" / "k2-nano"
+PROMPT = "def total(values):"
+GENERATE = ["-m", "kdtree_engine", "generate", "--json", "--device", "cpu", "--max-tokens", "24"]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "TORCHELASTIC_", "PMIX_")
+# Stays in a request until it is killed.
+ENDLESS = """
+from kdtree_engine import LLM, SamplingParams
+llm = LLM(device="cpu", tensor_parallel_size=2, num_threads=1, rank_timeout={timeout})
+print("started", flush=True)
+while True:
+    llm.generate(["x = 1"], SamplingParams(max_tokens=64, ignore_eos=True), use_tqdm=False)
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts Python with variables of a launcher; what is left at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(arguments: list[str], **variables: Any) -> "subprocess.Popen[str]":
+        env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+        env["PYTHONPATH"] = os.pathsep.join([str(BUNDLED.parents[2]), env.get("PYTHONPATH", "")])
+        env |= {name: str(value) for name, value in variables.items()}
+        pipe = subprocess.PIPE
+        command = [sys.executable, *arguments]
+        started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def master(world_size: int) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = min(probe.getsockname()[1], 65000)
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size}
+
+
+def finish(process: "subprocess.Popen[str]", seconds: float = 60) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """Tokens of two ranks in one process."""
+    llm = kdtree_engine.LLM(device="cpu", tensor_parallel_size=2, num_threads=2)
+    params = kdtree_engine.SamplingParams(max_tokens=24)
+    return list(llm.generate([PROMPT], params)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_two_processes_give_the_tokens_of_two_threads(
+    launcher: str, start: Start, expected: list[int]
+) -> None:
+    shared = master(2)
+    size = shared.pop("WORLD_SIZE")
+    processes = []
+    for rank in range(size):
+        names = {
+            "torchrun": {
+                "RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": size,
+            },
+            "mpirun": {
+                "OMPI_COMM_WORLD_RANK": rank,
+                "OMPI_COMM_WORLD_SIZE": size,
+                "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+                "OMPI_COMM_WORLD_LOCAL_SIZE": size,
+            },
+            "srun": {
+                "SLURM_PROCID": rank,
+                "SLURM_STEP_ID": 0,
+                "SLURM_NTASKS": size,
+                "SLURM_LOCALID": 0,
+                "SLURM_NODEID": rank,
+                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+            },
+        }[launcher]
+        processes.append(start([*GENERATE, "--tp", "2", PROMPT], **shared, **names))
+    status, out, err = finish(processes[0])
+    assert status == 0, err
+    assert json.loads(out)["token_ids"] == expected
+    status, out, err = finish(processes[1])
+    assert (status, out) == (0, ""), err
+
+
+def test_several_ranks_in_each_process(start: Start) -> None:
+    alone = finish(start([*GENERATE, "--tp", "4", PROMPT]))
+    shared = master(2)
+    processes = [start([*GENERATE, "--tp", "4", PROMPT], RANK=rank, **shared) for rank in range(2)]
+    status, out, err = finish(processes[0])
+    assert status == 0, err
+    assert json.loads(out)["token_ids"] == json.loads(alone[1])["token_ids"]
+    assert finish(processes[1])[0] == 0
+
+
+def test_torchrun_itself(start: Start, expected: list[int]) -> None:
+    pytest.importorskip("torch.distributed.run")
+    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    port = str(master(2)["MASTER_PORT"])
+    status, out, err = finish(start([*arguments, port, *GENERATE, "--tp", "2", PROMPT]), 120)
+    assert status == 0, err
+    assert json.loads(out)["token_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "two"}, 'RANK is "two"; it must be a number from 0 to 1'),
+        ({"RANK": "2"}, 'RANK is "2"; it must be a number from 0 to 1'),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "is 2, which the number of processes, 3"),
+        ({"RANK": "0", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "MASTER_PORT": "x"}, 'MASTER_PORT is "x"'),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is not set"),
+    ],
+)
+def test_bad_variables_are_named(variables: dict[str, str], message: str, start: Start) -> None:
+    process = start([*GENERATE, "--tp", "2", PROMPT], **(master(2) | variables))
+    status, _, err = finish(process)
+    assert status != 0 and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_others_do_not_come(rank: int, start: Start) -> None:
+    program = ENDLESS.format(timeout=1)
+    status, _, err = finish(start(["-c", program], RANK=rank, **master(2)))
+    assert status != 0
+    assert ("rank 1 of 2 did not come to 127.0.0.1" if rank == 0 else "found no rank 0 at") in err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stalls_ends_the_others(
+    victim: int, how: signal.Signals, start: Start
+) -> None:
+    shared = master(2)
+    program = ENDLESS.format(timeout=3 if how == signal.SIGSTOP else 60)
+    processes = [start(["-c", program], RANK=rank, **shared) for rank in range(2)]
+    assert processes[0].stdout is not None
+    assert processes[0].stdout.readline() == "started\n", processes[0].communicate()[1]
+    time.sleep(0.5)
+    began = time.monotonic()
+    processes[victim].send_signal(how)
+    status, _, err = finish(processes[1 - victim], 30)
+    assert status != 0
+    assert f"rank {victim} (" in err or f"rank {victim} of 2" in err, err
+    assert time.monotonic() - began < (5 if how == signal.SIGKILL else 15)
