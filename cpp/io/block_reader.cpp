@@ -1,11 +1,21 @@
 #include "io/block_reader.h"
 
 #include <algorithm>
+#include <cstdlib>
+
+#include "core/error.h"
 
 namespace kdt {
 
 BlockReader::BlockReader(const InputFile& file, uint64_t begin, uint64_t end)
-    : file_(file), begin_(begin), end_(end), blocks_(std::min(kBlocks, num_blocks())) {
+    : file_(file), begin_(begin), end_(end) {
+  constexpr size_t kPage = 4096;
+  static_assert(kBlockBytes % kPage == 0);
+  for (uint64_t i = 0; i < std::min(kBlocks, num_blocks()); ++i) {
+    blocks_.push_back(
+        {{static_cast<uint8_t*>(std::aligned_alloc(kPage, kBlockBytes)), &std::free}});
+    KDT_CHECK(blocks_.back().memory != nullptr, file.path(), ": no memory to read it");
+  }
   const auto threads = std::min<size_t>(kThreads, blocks_.size());
   for (size_t i = 0; i < threads; ++i) threads_.emplace_back([this] { read_blocks(); });
 }
@@ -32,8 +42,8 @@ void BlockReader::read_blocks() {
     const uint64_t at = begin_ + number * kBlockBytes;
     std::exception_ptr error;
     try {
-      block.bytes.resize(std::min(kBlockBytes, end_ - at));
-      file_.read(at, block.bytes.size(), block.bytes.data());
+      block.bytes = std::min(kBlockBytes, end_ - at);
+      file_.read(at, block.bytes, block.memory.get());
     } catch (...) {
       error = std::current_exception();
     }
@@ -56,7 +66,7 @@ std::span<const uint8_t> BlockReader::next() {
   changed_.wait(lock, [&] { return block.ready || error_; });
   if (error_) std::rethrow_exception(error_);
   ++given_;
-  return block.bytes;
+  return {block.memory.get(), block.bytes};
 }
 
 }  // namespace kdt

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -31,7 +32,8 @@ class BlockReader {
 
  private:
   struct Block {
-    std::vector<uint8_t> bytes;
+    std::unique_ptr<uint8_t, void (*)(void*)> memory;  // of whole pages, for direct reads
+    uint64_t bytes = 0;
     bool ready = false;
   };
 

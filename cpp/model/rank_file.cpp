@@ -273,11 +273,10 @@ void RankFileWriter::finish(const ShardTerms& terms, int rank) {
   std::copy(terms.layout.begin(), terms.layout.end(), header.layout);
   header.checksum = xxh64(&header, offsetof(Header, checksum));
   write_at(sizeof(header), table.data(), table.size());
-  // A file that ends with an empty piece.
-  KDT_CHECK(ftruncate(fd_, static_cast<off_t>(header.file_bytes)) == 0 && fsync(fd_) == 0, path_,
-            ": cannot write: ", std::strerror(errno));
+  // It may end with an empty piece.
+  KDT_CHECK(ftruncate(fd_, static_cast<off_t>(header.file_bytes)) == 0, path_, ": cannot write ",
+            header.file_bytes, " bytes: ", std::strerror(errno));
   write_at(0, &header, sizeof(header));
-  KDT_CHECK(fsync(fd_) == 0, path_, ": cannot write: ", std::strerror(errno));
 }
 
 RankFile::RankFile(const std::string& path, const ShardTerms& terms, int rank) : file_(path) {

@@ -47,7 +47,6 @@ class RankFileWriter {
 
   // Writes an item from its memory on the device. In any order, each item once.
   void write(size_t index, Backend& backend, const std::vector<Tensor>& memory);
-  // All that was written is on the disk when this returns.
   void finish(const ShardTerms& terms, int rank);
 
  private:
@@ -71,6 +70,7 @@ class RankFile {
   // Throws Error for data that are not those that were written.
   void verify(const LoadProgress& progress) const;
 
+  void use_direct_io() { file_.use_direct_io(); }  // InputFile's
   uint64_t bytes() const { return file_.size(); }
   const std::vector<RankItem>& items() const { return items_; }
 

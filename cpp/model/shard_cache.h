@@ -52,6 +52,7 @@ class ShardCache final : public TensorSource {
   std::string folder_, source_folder_;
   ShardTerms terms_;
   std::vector<uint64_t> rank_bytes_;
+  bool direct_io_ = false;
   std::map<std::string, SafetensorsView> tensors_;
 };
 

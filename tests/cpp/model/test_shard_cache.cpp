@@ -1,0 +1,444 @@
+// Pre-sharded caches: what is written is what a rank would have loaded, and nothing else is loaded.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+
+#include "engine/checkpoints.h"
+#include "engine/inspect.h"
+#include "engine/shard.h"
+#include "io/block_reader.h"
+#include "io/temp_dir.h"
+#include "io/xxh64.h"
+#include "model/shard_cache.h"
+#include "tiny_models.h"
+
+namespace kdt::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+ShardOptions options_of(const std::string& model, const std::string& out, int size = 2,
+                        bool expert_parallel = true) {
+  ShardOptions options;
+  options.model = model;
+  options.drafter = model + "/drafter";
+  options.out = out;
+  options.device = device();
+  options.tensor_parallel_size = size;
+  options.expert_parallel = expert_parallel;
+  return options;
+}
+
+EngineOptions engine_of(const std::string& model, int size, bool expert_parallel) {
+  EngineOptions options;
+  options.model = model;
+  options.drafter = model + "/drafter";
+  options.tensor_parallel_size = size;
+  options.expert_parallel = expert_parallel;
+  return options;
+}
+
+// A copy of a checkpoint and a cache of it, for two ranks, to be spoilt.
+struct Made {
+  explicit Made(const std::string& preset = "tiny") {
+    fs::copy(preset_folder(preset), model, fs::copy_options::recursive);
+    shard_checkpoint(options_of(model, out));
+  }
+  std::string rank(int r) const { return out + "/" + rank_file_name(r, 2); }
+
+  TempDir dir;
+  std::string model = dir.path("model"), out = dir.path("out");
+};
+
+// Name and bytes of all weights of a rank.
+using Weights = std::vector<std::pair<std::string, std::string>>;
+
+Weights weights_of(const std::string& folder, int rank, int size, bool expert_parallel) {
+  Checkpoints checkpoints(engine_of(folder, size, expert_parallel), 1);
+  const Ranks ranks{backend(), {rank, size, expert_parallel}};
+  TargetModel target(ranks, checkpoints.config, *checkpoints.source, 1, 1, {});
+  DraftModel draft(ranks, checkpoints.draft_config, *checkpoints.draft_source, 1, 1, 1);
+  Weights weights;
+  for (const auto& plan : {target.take_plan(), draft.take_plan()}) {
+    checkpoints.load(*plan, nullptr, {});
+    for (LoadItem& item : plan->items()) {
+      for (const Tensor& tensor : item.memory()) {
+        std::string bytes(tensor.bytes(), '\0');
+        backend().download(bytes.data(), tensor);
+        weights.emplace_back(item.name, std::move(bytes));
+      }
+    }
+  }
+  return weights;
+}
+
+// The message of what loading rank 0 of a cache throws, "" when it loads.
+std::string load_fault(const std::string& folder, int size = 2, bool expert_parallel = true) {
+  try {
+    weights_of(folder, 0, size, expert_parallel);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void expect_fault(const std::string& fault, const std::string& part) {
+  if (fault.find(part) == std::string::npos)
+    report(__FILE__, __LINE__, "fault is '" + fault + "', want '" + part + "'");
+}
+
+void overwrite(const std::string& path, size_t at, const std::string& bytes) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(at));
+  file << bytes;
+  KDT_CHECK(file.good(), path, ": cannot change");
+}
+
+// Changes one byte.
+void flip(const std::string& path, size_t at) {
+  const std::string all = read_file(path);
+  overwrite(path, at, std::string(1, static_cast<char>(all.at(at) ^ 1)));
+}
+
+void replace_in(const std::string& path, const std::string& from, const std::string& to) {
+  std::string text = read_file(path);
+  const size_t at = text.find(from);
+  KDT_CHECK(at != text.npos, path, ": has no '", from, "'");
+  text.replace(at, from.size(), to);
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+}
+
+KDT_TEST(blocks_of_a_file_come_in_order) {
+  const TempDir dir;
+  std::string bytes;
+  while (bytes.size() < 9 * BlockReader::kBlockBytes + 5) bytes += std::to_string(bytes.size());
+  const InputFile file(dir.write("a", bytes));
+  for (const size_t begin : {size_t{0}, size_t{4096}, bytes.size() - 3, bytes.size()}) {
+    BlockReader reader(file, begin, bytes.size());
+    std::string got;
+    while (true) {
+      const auto block = reader.next();
+      if (block.empty()) break;
+      got.append(reinterpret_cast<const char*>(block.data()), block.size());
+    }
+    EXPECT(got == bytes.substr(begin));
+  }
+  // Left in the middle.
+  BlockReader(file, 0, bytes.size()).next();
+  BlockReader reader(file, 0, bytes.size());
+  fs::resize_file(dir.path("a"), 2 * BlockReader::kBlockBytes);
+  EXPECT_THROWS("became shorter", [&] {
+    while (!reader.next().empty()) {
+    }
+  }());
+}
+
+KDT_TEST(a_cache_holds_what_the_ranks_load) {
+  for (const std::string preset : {"tiny", "plain", "nested"}) {
+    for (const auto& [size, expert_parallel] :
+         std::vector<std::pair<int, bool>>{{1, false}, {2, true}, {4, true}}) {
+      const TempDir dir;
+      const std::string model = preset_folder(preset), out = dir.path("out");
+      std::vector<int64_t> told;
+      ShardOptions options = options_of(model, out + "/", size, expert_parallel);
+      options.progress = [&](int64_t done, int64_t total) {
+        EXPECT(done <= total && (told.empty() || done >= told.back()));
+        told.push_back(done);
+      };
+      const ShardSummary summary = shard_checkpoint(options);
+      EXPECT_EQ(told.back(), summary.written_bytes);
+      EXPECT_EQ(summary.layout, backend().weight_layout());
+      int64_t written = 0;
+      for (int rank = 0; rank < size; ++rank) {
+        EXPECT(weights_of(out, rank, size, expert_parallel) ==
+               weights_of(model, rank, size, expert_parallel));
+        for (const std::string& folder : {out, out + "/drafter"})
+          written += static_cast<int64_t>(fs::file_size(folder + "/" + rank_file_name(rank, size)));
+      }
+      EXPECT_EQ(summary.written_bytes, written);
+      // Each byte once: tensors that the model does not use are not read, and nothing twice.
+      int64_t wanted = 0;
+      for (const std::string& folder : {model, model + "/drafter"}) {
+        const SafetensorsFolder files(folder);
+        for (const auto& [name, view] : files.tensors()) {
+          if (!name.starts_with("vision") && !name.starts_with("mm_") &&
+              !name.ends_with("inv_freq"))
+            wanted += static_cast<int64_t>(view.bytes);
+        }
+      }
+      EXPECT_EQ(summary.read_bytes, wanted);
+      const CheckpointReport report = inspect_checkpoint(out, true);
+      EXPECT_EQ(report.faults.size(), size_t{0});
+      EXPECT_EQ(report.cache.tensor_parallel_size, size);
+      EXPECT(!fs::exists(out + ".partial"));
+    }
+  }
+}
+
+KDT_TEST(a_cache_needs_no_checkpoint) {
+  Made made;
+  const Weights before = weights_of(made.model, 1, 2, true);
+  fs::remove_all(made.model);
+  EXPECT(weights_of(made.out, 1, 2, true) == before);
+}
+
+// A rank's file is read once, from its beginning to its end.
+KDT_TEST(each_byte_of_a_rank_is_read_once) {
+  Made made;
+  std::ifstream io("/proc/self/io");
+  if (!io) return;
+  const auto bytes_read = [] {
+    std::ifstream counters("/proc/self/io");
+    std::string name;
+    int64_t value = 0;
+    counters >> name >> value;
+    return value;
+  };
+  const ShardCache cache(made.out);
+  const ModelConfig config = load_model_config(made.out);
+  TargetModel target({backend(), {0, 2, true}}, config, cache, 1, 1, {});
+  const auto plan = target.take_plan();
+  const int64_t before = bytes_read();
+  cache.load(*plan, {});
+  const int64_t read = bytes_read() - before, size = cache.bytes(0);
+  EXPECT(read > size - 4096);  // but for the gap behind the table
+  EXPECT(read < size + 4096);  // and the counters
+}
+
+KDT_TEST(another_use_than_the_caches_is_refused) {
+  Made made;
+  expect_fault(load_fault(made.out), "");
+  expect_fault(load_fault(made.out, 1, false),
+               "tensor_parallel_size is 1, but " + made.out + " is a pre-sharded cache for 2");
+  expect_fault(load_fault(made.out, 4), "tensor_parallel_size is 4, but");
+  expect_fault(load_fault(made.out, 2, false), "expert_parallel is false, but");
+  EXPECT_THROWS("is a pre-sharded cache already",
+                shard_checkpoint(options_of(made.out, made.dir.path("again"))));
+  replace_in(made.out + "/" + kShardsFile, "\"layout\": \"", "\"layout\": \"other-");
+  expect_fault(load_fault(made.out), "a pre-sharded cache in the weight layout 'other-");
+}
+
+KDT_TEST(a_stale_cache_is_refused) {
+  for (const std::string what : {"time", "header", "size", "one more", "config"}) {
+    Made made;
+    const std::string file = made.model + "/model-00001-of-00002.safetensors";
+    KDT_CHECK(fs::exists(file), file, ": missing");
+    const auto time = fs::last_write_time(file);
+    if (what == "time") fs::last_write_time(file, time + std::chrono::seconds(1));
+    if (what == "header") {
+      replace_in(file, "F16", "F16");
+      flip(file, 9);
+      fs::last_write_time(file, time);
+    }
+    if (what == "size") {
+      fs::resize_file(file, fs::file_size(file) + 1);
+      fs::last_write_time(file, time);
+    }
+    if (what == "one more") fs::copy_file(file, made.model + "/more.safetensors");
+    if (what == "config") replace_in(made.model + "/config.json", "{", "{ ");
+    expect_fault(load_fault(made.out),
+                 made.out + ": stale: the checkpoint " + made.model + " has changed since");
+    EXPECT_EQ(inspect_checkpoint(made.out).faults.size(), size_t{1});
+  }
+}
+
+KDT_TEST(spoilt_rank_files_are_refused) {
+  const auto spoilt = [](const std::string& part, const auto& spoil) {
+    Made made;
+    spoil(made);
+    expect_fault(load_fault(made.out), part);
+    bool found = false;
+    for (const std::string& fault : inspect_checkpoint(made.out, true).faults)
+      found = found || fault.find(part) != std::string::npos;
+    EXPECT(found);
+  };
+  const auto rewrite_header = [](const std::string& path, size_t at, uint32_t value) {
+    overwrite(path, at, std::string(reinterpret_cast<const char*>(&value), sizeof(value)));
+    const uint64_t sum = xxh64(read_file(path).data(), 96);
+    overwrite(path, 96, std::string(reinterpret_cast<const char*>(&sum), sizeof(sum)));
+  };
+  spoilt("rank-0-of-2.kdts: missing", [](Made& m) { fs::remove(m.rank(0)); });
+  spoilt("rank-0-of-2.kdts: truncated: 100 bytes, a header has 104",
+         [](Made& m) { fs::resize_file(m.rank(0), 100); });
+  spoilt("rank-0-of-2.kdts: truncated: ",
+         [](Made& m) { fs::resize_file(m.rank(0), fs::file_size(m.rank(0)) - 1); });
+  spoilt(", the header says ",
+         [](Made& m) { fs::resize_file(m.rank(0), fs::file_size(m.rank(0)) + 1); });
+  spoilt("not a rank's file of a pre-sharded cache",
+         [](Made& m) { overwrite(m.rank(0), 0, "GGUF"); });
+  spoilt("not written to its end",
+         [](Made& m) { overwrite(m.rank(0), 0, std::string(104, '\0')); });
+  spoilt("version 2, this engine reads version 1",
+         [&](Made& m) { rewrite_header(m.rank(0), 4, 2); });
+  spoilt("holds rank 7, want rank 0", [&](Made& m) { rewrite_header(m.rank(0), 32, 7); });
+  spoilt("one of 8 ranks, want one of 2", [&](Made& m) { rewrite_header(m.rank(0), 36, 8); });
+  spoilt("expert_parallel is 0, want 1", [&](Made& m) { rewrite_header(m.rank(0), 40, 0); });
+  spoilt("the items end at ", [&](Made& m) { rewrite_header(m.rank(0), 44, 1); });
+  spoilt("truncated: the table ends in it",
+         [&](Made& m) { rewrite_header(m.rank(0), 44, 1 << 30); });
+  spoilt("weight layout 'Apu-",
+         [&](Made& m) { rewrite_header(m.rank(0), 64, 'A' | 'p' << 8 | 'u' << 16 | '-' << 24); });
+  spoilt("bad checksum of the header", [](Made& m) { flip(m.rank(0), 40); });
+  spoilt("bad checksum of the table", [](Made& m) { flip(m.rank(0), 200); });
+  spoilt("bad checksum of the data of '",
+         [](Made& m) { flip(m.rank(0), fs::file_size(m.rank(0)) - 1); });
+  spoilt("holds rank 1, want rank 0", [](Made& m) {
+    fs::copy_file(m.rank(1), m.rank(0), fs::copy_options::overwrite_existing);
+  });
+  // Of the same checkpoint, and alike in every byte but the cache's number.
+  spoilt("belongs to another cache than the files beside it", [](Made& m) {
+    const std::string other = m.dir.path("other");
+    shard_checkpoint(options_of(m.model, other));
+    fs::copy_file(other + "/rank-0-of-2.kdts", m.rank(0), fs::copy_options::overwrite_existing);
+  });
+}
+
+KDT_TEST(spoilt_descriptions_are_refused) {
+  const auto spoilt = [](const std::string& from, const std::string& to, const std::string& part) {
+    Made made;
+    replace_in(made.out + "/" + kShardsFile, from, to);
+    expect_fault(load_fault(made.out), made.out + "/" + kShardsFile + part);
+  };
+  spoilt("kdtree pre-sharded cache", "x", ": format is \"x\", want \"kdtree pre-sharded cache\"");
+  spoilt("\"version\": 1", "\"version\": 9", ": version is 9, this engine reads version 1");
+  spoilt("\"version\": 1", "\"version\": -1", ": version is -1, want 0 to ");
+  spoilt("\"layout\"", "\"layput\"", ": layout is missing");
+  spoilt("\"expert_parallel\": true", "\"expert_parallel\": 0",
+         ": expert_parallel is 0, want true or false");
+  spoilt("\"tensor_parallel_size\": 2", "\"tensor_parallel_size\": 3",
+         ": tensor_parallel_size is 3, rank_bytes has 2");
+  spoilt("\"cache_id\": \"", "\"cache_id\": \"x", ": cache_id is ");
+  spoilt("{", "[", ": not valid JSON");
+  Made made;
+  flip(made.out + "/kdtree_tensors.json", 300);
+  expect_fault(load_fault(made.out), "kdtree_tensors.json: is not as kdtree_shards.json has it");
+}
+
+// Weights are those that config.json asks for, by name and by size.
+KDT_TEST(other_weights_than_the_configs_are_refused) {
+  Made made;
+  const ShardCache cache(made.out);
+  const ModelConfig config = load_model_config(made.out);
+  const auto fault_of = [&](const auto& change) -> std::string {
+    TargetModel model({backend(), {0, 2, true}}, config, cache, 1, 1, {});
+    const auto plan = model.take_plan();
+    change(plan->items());
+    try {
+      cache.load(*plan, {});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  using Items = std::vector<LoadItem>;
+  EXPECT_EQ(fault_of([](Items&) {}), std::string());
+  expect_fault(fault_of([](Items& items) { items[2].name = "x"; }), ", config.json asks for 'x'");
+  expect_fault(fault_of([](Items& items) { items.pop_back(); }), ", config.json asks for none");
+  expect_fault(fault_of([](Items& items) {
+                 LoadItem& item = items.back();
+                 item.memory = [memory = item.memory] {
+                   std::vector<Tensor> less = memory();
+                   less.pop_back();
+                   return less;
+                 };
+               }),
+               " bytes, config.json asks for ");
+  // And a config.json of another model than the cache's.
+  replace_in(made.out + "/config.json", "\"moe_intermediate_size\": 32",
+             "\"moe_intermediate_size\": 64");
+  expect_fault(load_fault(made.out), "tensors are not as config.json asks");
+}
+
+bool is_clean(const Made& made, const std::string& out) {
+  for (const auto& entry : fs::directory_iterator(made.dir.path(".")))
+    if (entry.path().string().find(fs::path(out).filename().string()) != std::string::npos)
+      return false;
+  return true;
+}
+
+KDT_TEST(nothing_is_left_of_what_fails) {
+  Made made;
+  const std::string out = made.dir.path("second");
+  // Somebody stops it, at any time.
+  for (int calls = 0; calls < 40; calls += 9) {
+    ShardOptions options = options_of(made.model, out);
+    int left = calls;
+    options.progress = [&](int64_t, int64_t) {
+      if (left-- == 0) throw std::runtime_error("stop");
+    };
+    EXPECT_THROWS("stop", shard_checkpoint(options));
+    EXPECT(is_clean(made, out));
+  }
+  // The disk is full.
+  rlimit old;
+  getrlimit(RLIMIT_FSIZE, &old);
+  signal(SIGXFSZ, SIG_IGN);
+  for (const rlim_t bytes : {rlim_t{100}, rlim_t{50000}, rlim_t{300000}}) {
+    const rlimit limit{bytes, old.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    std::string fault;
+    try {
+      shard_checkpoint(options_of(made.model, out));
+    } catch (const Error& error) {
+      fault = error.what();
+    }
+    setrlimit(RLIMIT_FSIZE, &old);
+    expect_fault(fault, "cannot write at ");
+    EXPECT(is_clean(made, out));
+  }
+  // The checkpoint is changed meanwhile.
+  ShardOptions options = options_of(made.model, out);
+  options.progress = [&](int64_t, int64_t) {
+    const std::string file = made.model + "/model-00001-of-00002.safetensors";
+    fs::last_write_time(file, fs::last_write_time(file) + std::chrono::seconds(1));
+  };
+  EXPECT_THROWS("model: changed while it was read", shard_checkpoint(options));
+  EXPECT(is_clean(made, out));
+  // The checkpoint ends too soon.
+  const std::string file = made.model + "/model-00002-of-00002.safetensors";
+  fs::resize_file(file, fs::file_size(file) - 1);
+  EXPECT_THROWS("truncated", shard_checkpoint(options_of(made.model, out)));
+  EXPECT(is_clean(made, out));
+}
+
+KDT_TEST(folders_that_cannot_be_written_are_refused) {
+  Made made;
+  const auto refused = [&](const std::string& out, const std::string& part) {
+    EXPECT_THROWS(part, shard_checkpoint(options_of(made.model, out)));
+  };
+  refused(made.out, ", which is there already");
+  refused(made.model, ", which is there already");
+  refused(made.dir.path("none/there"), "there is no folder");
+  refused("", "want a folder's name");
+  refused("/", "out is ");
+  const std::string out = made.dir.path("second"), partial = out + ".partial";
+  EXPECT_THROWS("tensor_parallel_size is 3, which does not divide num_attention_heads",
+                shard_checkpoint(options_of(made.model, out, 3)));
+  EXPECT(is_clean(made, out));
+  // Another process is at it.
+  fs::create_directory(partial);
+  const int fd = open(partial.c_str(), O_RDONLY | O_DIRECTORY);
+  KDT_CHECK(flock(fd, LOCK_EX) == 0, "cannot lock");
+  refused(out, "another kdtree shard is writing it");
+  EXPECT(fs::exists(partial));
+  close(fd);
+  // It was killed, and left something; and the folder is there, empty.
+  std::ofstream(partial + "/rank-0-of-2.kdts") << "half";
+  fs::create_directory(out);
+  shard_checkpoint(options_of(made.model, out));
+  EXPECT_EQ(load_fault(out), std::string());
+  EXPECT(!fs::exists(partial));
+  fs::create_directory_symlink(made.model, made.dir.path("third.partial"));
+  refused(made.dir.path("third"), "third.partial");
+  EXPECT(fs::exists(made.model + "/config.json"));
+}
+
+}  // namespace
+}  // namespace kdt::test
+
+KDT_MODEL_TEST_MAIN
