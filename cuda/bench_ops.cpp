@@ -304,7 +304,8 @@ void Bench::choice() {
   const Buffer wide = floats({65, kVocab}, 10);
   const Buffer best = backend_.allocate(DType::kInt32, {65});
   add("argmax", join("65 x ", kVocab),
-      time(1, [&](int) { backend_.argmax({.logits = wide.tensor, .ids = best.tensor}); }), 4.0 * 65 * kVocab, 0);
+      time(1, [&](int) { backend_.argmax({.logits = wide.tensor, .ids = best.tensor}); }),
+      4.0 * 65 * kVocab, 0);
 }
 
 std::vector<OpTime> Bench::run() {
