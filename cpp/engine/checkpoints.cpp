@@ -18,7 +18,8 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
   if (options.latent_rms_norm_eps > 0) config.latent_rms_norm_eps = options.latent_rms_norm_eps;
   const auto open = [&](const std::string& folder) {
     auto opened = open_weights(folder, options.tensor_parallel_size, options.expert_parallel);
-    if (stream_.direct_io) opened->use_direct_io();
+    if (stream_.direct_io.value_or(outgrows_page_cache(opened->total_bytes())))
+      opened->use_direct_io();
     return opened;
   };
   source = open(options.model);

@@ -38,12 +38,13 @@ uint64_t batch_bytes(const StreamOptions& options) {
   return std::min(kBatchBytes, options.buffer_bytes / 4);
 }
 
-uint64_t memory_of_this_machine() {
-  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-         static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
-}
-
 }  // namespace
+
+bool outgrows_page_cache(uint64_t bytes) {
+  const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+                      static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
+  return bytes > memory / 2;
+}
 
 StreamOptions StreamOptions::from_environment() {
   StreamOptions options;
@@ -52,7 +53,8 @@ StreamOptions StreamOptions::from_environment() {
   options.buffer_bytes = static_cast<uint64_t>(
       environment_number("KDTREE_LOAD_BUFFER_BYTES", static_cast<int64_t>(options.buffer_bytes),
                          1 << 20, int64_t{1} << 40));
-  options.direct_io = environment_number("KDTREE_DIRECT_IO", 0, 0, 1) != 0;
+  if (const int64_t direct = environment_number("KDTREE_DIRECT_IO", -1, 0, 1); direct >= 0)
+    options.direct_io = direct == 1;
   return options;
 }
 
@@ -81,8 +83,7 @@ TensorStream::TensorStream(const TensorSource& source, std::vector<StreamPart> p
       parts_(std::move(parts)),
       options_(options),
       plan_(plan_reads(parts_, batch_bytes(options), options.read_bytes)),
-      // A checkpoint that fits is better kept, for the next start.
-      drop_behind_(plan_.wanted_bytes > memory_of_this_machine() / 2),
+      drop_behind_(outgrows_page_cache(plan_.wanted_bytes)),
       batches_(plan_.batches.size()) {
   std::set<const InputFile*> files;
   for (size_t i = 0; i < batches_.size(); ++i) {

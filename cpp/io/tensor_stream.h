@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,12 +22,16 @@ struct StreamOptions {
   int num_readers = 4;                        // threads
   uint64_t buffer_bytes = uint64_t{1} << 30;  // in all; a larger part gets its room, alone
   uint64_t read_bytes = uint64_t{16} << 20;   // at most at a time, whole blocks
-  bool direct_io = false;                     // past the page cache, where the files can
+  // Past the page cache, where the files can. Not said: where it could not keep all of them.
+  std::optional<bool> direct_io;
 
   // From KDTREE_READERS, KDTREE_LOAD_BUFFER_BYTES and KDTREE_DIRECT_IO. Throws
   // std::invalid_argument naming the variable and its value.
   static StreamOptions from_environment();
 };
+
+// Whether the page cache could not keep so much for the next start.
+bool outgrows_page_cache(uint64_t bytes);
 
 struct LoadReport {
   int64_t bytes = 0;  // read

@@ -376,7 +376,9 @@ KDT_TEST(options_of_the_environment) {
   };
   EXPECT_EQ(read("KDTREE_READERS", "9").num_readers, 9);
   EXPECT_EQ(read("KDTREE_LOAD_BUFFER_BYTES", "1048576").buffer_bytes, 1u << 20);
-  EXPECT(read("KDTREE_DIRECT_IO", "1").direct_io && !read("KDTREE_DIRECT_IO", "0").direct_io);
+  EXPECT(read("KDTREE_DIRECT_IO", "1").direct_io == true);
+  EXPECT(read("KDTREE_DIRECT_IO", "0").direct_io == false);
+  EXPECT(!StreamOptions::from_environment().direct_io.has_value());
   for (const char* name : {"KDTREE_READERS", "KDTREE_LOAD_BUFFER_BYTES", "KDTREE_DIRECT_IO"}) {
     for (const char* value : {"", "x", "-1", "1.5", "4 ", "99999999999999999999"})
       EXPECT_THROWS(join(name, " is '", value, "' in the environment; want "), read(name, value));
