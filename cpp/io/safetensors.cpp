@@ -201,7 +201,10 @@ SafetensorsFolder::SafetensorsFolder(const std::string& folder) : folder_(folder
     KDT_CHECK(tensors_.contains(name), folder, ": tensor '", name, "' is not in ", shard,
               ", where the index puts it");
   }
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+  std::error_code unlisted;
+  const fs::directory_iterator entries(folder, unlisted);
+  KDT_CHECK(!unlisted, folder, ": cannot list its files: ", unlisted.message());
+  for (const fs::directory_entry& entry : entries) {
     const std::string name = entry.path().filename().string();
     KDT_CHECK(
         !name.starts_with("model-") || !name.ends_with(".safetensors") || shards.contains(name),

@@ -137,7 +137,8 @@ class Engine:
         target_forwards, draft_forwards, generated_tokens, prefill_tokens; milliseconds by stage
         (prefill_ms, draft_ms, build_ms, verify_ms, commit_ms); active_requests, waiting_requests,
         kv_tokens_free; verify_cost (list of (rows, ms)) and draft_cost_ms, measured at load when
-        there is a drafter; model_bytes, device, isa, num_threads.
+        there is a drafter; model_bytes, device, isa, num_threads. Of the load: load_bytes and
+        load_reads (from the files), load_seconds, load_buffer_bytes (host memory at a time).
         """
     def config(self) -> dict[str, Any]:
         """`model` and `drafter` (None without one), by the checkpoints' keys; max_model_len."""

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from kdtree_engine import checks
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS, SpeculativeConfig
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from kdtree_engine.outputs import StreamChunk
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+SLOW_LOAD_S = 2.0  # a load that takes longer is summed up in a line
 
 Model = Annotated[
     Path | None,
@@ -181,6 +189,19 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def _load_summary(name: str, stats: dict[str, Any]) -> str:
+    """One line on a load: what, where, and if it took more than a moment, how fast."""
+    line = f"loaded {name} on {stats.get('device', 'cpu')}"
+    seconds, size = stats.get("load_seconds", 0.0), stats.get("load_bytes", 0)
+    if seconds <= SLOW_LOAD_S:
+        return line
+    line += f": {size / 1e9:.1f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s"
+    with suppress(OSError):  # where there is no /proc
+        peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+        line += f", at most {int(peak[1]) * 1024 / 1e9:.1f} GB of memory" if peak else ""
+    return line
+
+
 def load(
     model: Path | None, speculative: dict[str, Any], quiet: bool = False, **options: Any
 ) -> "LLM":
@@ -202,16 +223,25 @@ def load(
     if quiet or not console.is_terminal:
         llm = LLM(model, speculative_config=speculative, **options)
         if not quiet:
-            print(f"loaded {name} on {llm.stats().get('device', 'cpu')}", file=sys.stderr)
+            print(_load_summary(name, llm.stats()), file=sys.stderr)
         return llm
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
+    columns = (
+        TextColumn("loading {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(name, total=None, visible=False)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, visible=True)
 
-        return LLM(model, speculative_config=speculative, progress=progress, **options)
+        llm = LLM(model, speculative_config=speculative, progress=progress, **options)
+    if llm.stats().get("load_seconds", 0.0) > SLOW_LOAD_S:
+        print(_load_summary(name, llm.stats()), file=sys.stderr)
+    return llm
 
 
 @contextmanager

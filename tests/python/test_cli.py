@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -42,6 +43,19 @@ def test_generate_prints_text_and_statistics(scripted: Fake, run: Run) -> None:
     last = err.splitlines()[-1]
     assert "5 tokens (length), ddtree auto" in last and "2 target forwards" in last
     assert "2.00 tokens per forward" in last and last.endswith("accept lengths 1|█ █|3]")
+
+
+def test_a_load_that_takes_time_is_summed_up(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "loaded" in run("generate", "x")[2].splitlines()[0]
+    counters = scripted.stats
+    slow = {"load_seconds": 4.0, "load_bytes": 15_500_000_000}
+    monkeypatch.setattr(scripted, "stats", lambda self: counters(self) | slow)
+    line = run("generate", "x")[2].splitlines()[0]
+    assert re.fullmatch(
+        r"loaded \S+ on cpu: 15\.5 GB in 4\.0 s, 3\.88 GB/s, at most \d+\.\d GB of memory", line
+    )
 
 
 def test_generate_json_has_the_documented_keys(scripted: Fake, run: Run) -> None:
