@@ -42,15 +42,17 @@ inline std::vector<std::string> run_on(const std::vector<std::string>& devices, 
     const std::unique_ptr<Communicator> communicator = backend->make_communicator(group);
     Rank rank{group, *backend, *communicator, group.rank(), group.size()};
     std::string wrong = body(rank);
-    backend->synchronize();
-    if (!wrong.empty()) throw Error(wrong);
+    if (wrong.empty()) backend->synchronize();
+    if (wrong.empty()) return;
+    group.abort(wrong);
+    throw Error(wrong);
   });
 }
 
 // Without errors: on one device with some numbers of ranks, and on several devices.
 inline void expect_on_ranks(const std::vector<int>& sizes, const Body& body) {
   const auto expect = [&](const std::vector<std::string>& devices) {
-    for (const std::string& error : run_on(devices, 60, body)) {
+    for (const std::string& error : run_on(devices, large_cases() ? 60 : 10, body)) {
       if (!error.empty()) report(__FILE__, __LINE__, join(devices.size(), " ranks: ", error));
     }
   };
