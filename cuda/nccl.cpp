@@ -67,7 +67,7 @@ void* open_library() {
     tried += join(tried.empty() ? "" : "; ", why == nullptr ? name : why);
   }
   throw Error(join("nccl: the library was not found (", tried,
-                   "); install it with `pip install nvidia-nccl-cu13`, or name libnccl.so.2 in "
+                   "); install it with `pip install kdtree-engine[nccl]`, or name libnccl.so.2 in "
                    "KDTREE_NCCL_LIBRARY"));
 }
 
