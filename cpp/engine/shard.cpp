@@ -24,6 +24,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr int kMaxRanks = 64;
 constexpr uint64_t kMaxCopiedBytes = uint64_t{256} << 20;  // of a file that is no weights
 constexpr uint64_t kSpareBytes = uint64_t{64} << 20;       // left free on the disk
 
@@ -174,7 +175,14 @@ int64_t write_ranks(Job& job, const std::function<void(uint64_t)>& wrote) {
     plan.items().push_back(std::move(all));
   }
   const int64_t read = load_checkpoint(plan, {}).bytes;
-  for (int rank = 0; rank < size; ++rank) writers[rank].finish(job.terms, rank);
+  for (int rank = 0; rank < size; ++rank) {
+    writers[rank].finish(job.terms, rank);
+    // The table and what lies between the pieces.
+    uint64_t rest = rank_file_bytes(job.items[rank]);
+    for (const RankItem& item : job.items[rank])
+      for (const RankPiece& piece : item.pieces) rest -= piece.bytes;
+    wrote(rest);
+  }
   return read;
 }
 
@@ -198,6 +206,11 @@ int64_t write_job(Job& job, const std::function<void(uint64_t)>& wrote) {
 }  // namespace
 
 ShardSummary shard_checkpoint(const ShardOptions& options) {
+  const int size = options.tensor_parallel_size;
+  KDT_CHECK_ARGUMENT(size >= 1 && size <= kMaxRanks, "tensor_parallel_size is ", size,
+                     "; want 1 to ", kMaxRanks);
+  KDT_CHECK_ARGUMENT(size > 1 || !options.expert_parallel,
+                     "expert_parallel is true, but tensor_parallel_size is 1");
   for (const std::string* folder : {&options.model, &options.drafter}) {
     KDT_CHECK_ARGUMENT(folder->empty() || !is_shard_cache(*folder), *folder,
                        " is a pre-sharded cache already");
@@ -206,7 +219,7 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
   EngineOptions engine;
   engine.model = options.model;
   engine.drafter = options.drafter;
-  engine.tensor_parallel_size = options.tensor_parallel_size;
+  engine.tensor_parallel_size = size;
   engine.expert_parallel = options.expert_parallel;
   const Checkpoints checkpoints(engine);
   const std::unique_ptr<Backend> backend = make_backend(options.device, options.num_threads);
@@ -222,11 +235,10 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
     job.from = from;
     job.to = to;
     job.source = &source;
-    job.terms = {layout, options.tensor_parallel_size, options.expert_parallel,
-                 hash_checkpoint(from),
+    job.terms = {layout, size, options.expert_parallel, hash_checkpoint(from),
                  std::random_device()() | uint64_t{std::random_device()()} << 32};
-    for (int rank = 0; rank < options.tensor_parallel_size; ++rank) {
-      const Ranks ranks{*backend, {rank, options.tensor_parallel_size, options.expert_parallel}};
+    for (int rank = 0; rank < size; ++rank) {
+      const Ranks ranks{*backend, {rank, size, options.expert_parallel}};
       auto model = make_model(ranks);
       job.plans.push_back(model->take_plan());
       job.models.push_back(std::move(model));
@@ -249,9 +261,8 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
         });
   }
   const fs::space_info space = fs::space(folder.path());
-  KDT_CHECK(space.available >= needed, options.out, ": needs ", gigabytes(needed), " for ",
-            options.tensor_parallel_size, " ranks, only ", gigabytes(space.available),
-            " are free on its disk");
+  KDT_CHECK(space.available >= needed, options.out, ": needs ", gigabytes(needed), " for ", size,
+            " ranks, only ", gigabytes(space.available), " are free on its disk");
 
   ShardSummary summary{.layout = layout};
   for (const Job& job : jobs) {
@@ -262,12 +273,10 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
     fs::create_directories(job.to);
     summary.read_bytes += write_job(job, [&](uint64_t bytes) {
       done += static_cast<int64_t>(bytes);
-      if (options.progress)
-        options.progress(std::min(done, summary.written_bytes), summary.written_bytes);
+      if (options.progress) options.progress(done, summary.written_bytes);
     });
   }
   folder.publish();
-  if (options.progress) options.progress(summary.written_bytes, summary.written_bytes);
   return summary;
 }
 

@@ -89,7 +89,7 @@ def _inspect_folder(
     if drafter is not None:
         try:
             # A cache may have a checkpoint for a drafter.
-            checked = checked if "cache" in reports["model"] and _is_cache(drafter) else {}
+            checked = checked if "cache" in reports["model"] and is_cache(drafter) else {}
             reports["drafter"] = _core.inspect_checkpoint(str(drafter), **checked)
         except RuntimeError as error:  # no readable config.json: what keeps the model from loading
             reports["drafter"] = {"faults": [str(error)]}
@@ -124,7 +124,8 @@ def _inspect_folder(
     return not faults
 
 
-def _is_cache(folder: Path) -> bool:
+def is_cache(folder: Path) -> bool:
+    """Whether a folder is a pre-sharded cache."""
     return (folder / "kdtree_shards.json").exists()
 
 
