@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "io/mmap_file.h"
 #include "io/safetensors.h"
+#include "io/tensor_stream.h"
 #include "model/shard_cache.h"
 #include "model/weights.h"
 
@@ -50,7 +51,8 @@ void inspect_cache(const ShardCache& cache, bool verify, CheckpointReport& repor
   for (int rank = 0; rank < terms.size; ++rank) {
     report.cache.rank_bytes.push_back(cache.bytes(rank));
     collect([&] {
-      const RankFile file = cache.open_rank(rank);
+      RankFile file = cache.open_rank(rank);
+      if (verify && outgrows_page_cache(cache.total_bytes())) file.use_direct_io();
       if (verify) file.verify({});
     });
   }

@@ -58,6 +58,18 @@ struct Made {
 // Name and bytes of all weights of a rank.
 using Weights = std::vector<std::pair<std::string, std::string>>;
 
+Weights memory_of(LoadPlan& plan) {
+  Weights weights;
+  for (LoadItem& item : plan.items()) {
+    for (const Tensor& tensor : item.memory()) {
+      std::string bytes(tensor.bytes(), '\0');
+      backend().download(bytes.data(), tensor);
+      weights.emplace_back(item.name, std::move(bytes));
+    }
+  }
+  return weights;
+}
+
 Weights weights_of(const std::string& folder, int rank, int size, bool expert_parallel) {
   Checkpoints checkpoints(engine_of(folder, size, expert_parallel), 1);
   const Ranks ranks{backend(), {rank, size, expert_parallel}};
@@ -66,13 +78,7 @@ Weights weights_of(const std::string& folder, int rank, int size, bool expert_pa
   Weights weights;
   for (const auto& plan : {target.take_plan(), draft.take_plan()}) {
     checkpoints.load(*plan, nullptr, {});
-    for (LoadItem& item : plan->items()) {
-      for (const Tensor& tensor : item.memory()) {
-        std::string bytes(tensor.bytes(), '\0');
-        backend().download(bytes.data(), tensor);
-        weights.emplace_back(item.name, std::move(bytes));
-      }
-    }
+    for (auto& weight : memory_of(*plan)) weights.push_back(std::move(weight));
   }
   return weights;
 }
@@ -185,6 +191,21 @@ KDT_TEST(a_cache_needs_no_checkpoint) {
   const Weights before = weights_of(made.model, 1, 2, true);
   fs::remove_all(made.model);
   EXPECT(weights_of(made.out, 1, 2, true) == before);
+}
+
+KDT_TEST(reads_past_the_page_cache_give_the_same) {
+  Made made;
+  ShardCache through(made.out), past(made.out);
+  past.use_direct_io();
+  const ModelConfig config = load_model_config(made.out);
+  Weights weights[2];
+  for (int i = 0; i < 2; ++i) {
+    TargetModel target({backend(), {1, 2, true}}, config, i == 0 ? through : past, 1, 1, {});
+    const auto plan = target.take_plan();
+    (i == 0 ? through : past).load(*plan, {});
+    weights[i] = memory_of(*plan);
+  }
+  EXPECT(weights[0] == weights[1] && !weights[0].empty());
 }
 
 // A rank's file is read once, from its beginning to its end.
