@@ -63,8 +63,8 @@ class EngineGroup {
   // On all ranks; rank 0's result.
   CommandResult run(Command command);
 
-  std::shared_ptr<Ranks> ranks_;
-  std::unique_ptr<WorkerGroup> workers_;  // null: one rank. Ends before ranks_.
+  std::unique_ptr<WorkerGroup> workers_;  // null: one rank
+  std::shared_ptr<Ranks> ranks_;          // ends first: engines refer to their rank's RankGroup
   bool is_leader_ = true;
 };
 
