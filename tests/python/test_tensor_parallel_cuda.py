@@ -94,11 +94,12 @@ def alone(tiny: Path) -> Iterator[Any]:
     yield make(tiny, 1, "cuda:0")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=large)])
 def test_ranks_on_one_gpu(tiny: Path, alone: Any, ranks: int) -> None:
     check(make(tiny, ranks, ",".join(["cuda:0"] * ranks)), alone)
 
 
+@large
 def test_whole_experts_on_one_gpu(tiny: Path, alone: Any) -> None:
     check(make(tiny, 2, "cuda:0,cuda:0", expert_parallel=True), alone)
 
@@ -127,7 +128,8 @@ def test_a_gpu_that_is_not_there_is_named(tiny: Path) -> None:
         make(tiny, 2, "cuda:0,cuda:63")
 
 
+@large
 def test_ranks_come_and_go_on_one_gpu(tiny: Path) -> None:
-    for _ in range(20 if LARGE else 1):
+    for _ in range(20):
         engine = make(tiny, 2, "cuda:0,cuda:0", max_model_len=64, max_num_seqs=1)
         assert len(generate(engine, [3, 1, 4], "none", 0, 2)) == 2
