@@ -225,7 +225,7 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
   const std::unique_ptr<Backend> backend = make_backend(options.device, options.num_threads);
   const std::string layout = backend->weight_layout();
   KDT_CHECK_ARGUMENT(!layout.empty(), "device is '", options.device,
-                     "', which has no weight layout of its own; want 'cpu' or 'cuda'");
+                     "', which has no weight layout of its own; want one back end alone");
 
   std::vector<Job> jobs;
   uint64_t needed = kSpareBytes;
