@@ -12,13 +12,11 @@
 namespace kdt {
 
 struct EngineOptions {
-  std::string model;    // checkpoint folder
-  std::string drafter;  // checkpoint folder; "": none
-  // As make_backend takes it. Of several ranks "cuda" means "cuda:R" for rank R; a list such as
-  // "cuda:0,cuda:0" names each rank's.
-  std::string device = "cpu";
-  int num_threads = 0;        // of all ranks; 0: one a core
-  int64_t max_model_len = 0;  // 0: the checkpoint's max_position_embeddings
+  std::string model;           // checkpoint folder
+  std::string drafter;         // checkpoint folder; "": none
+  std::string device = "cpu";  // as rank_devices (backend.h) takes it
+  int num_threads = 0;         // of all ranks; 0: one a core
+  int64_t max_model_len = 0;   // 0: the checkpoint's max_position_embeddings
   int64_t max_num_seqs = 8;
   int64_t prefill_chunk_size = 256;
   double latent_rms_norm_eps = 0;  // 0: as the checkpoint says

@@ -168,7 +168,13 @@ void Loader::fill(LoadPlan& plan, Shared& shared, int index, RankGroup* group,
                      " took no more weights for ", group->timeout_s(), " s"));
   };
   // Before the first value, so that what does not fit is known soon.
-  for (LoadItem& item : plan.items()) item.make();
+  for (LoadItem& item : plan.items()) {
+    try {
+      item.make();
+    } catch (const Error& error) {
+      throw Error(join(plan.source().name(), ": ", item.name, ": ", error.what()));
+    }
+  }
   std::vector<LoadPart*> parts;
   for (LoadItem& item : plan.items()) {
     for (LoadPart& part : item.parts) parts.push_back(&part);

@@ -280,7 +280,8 @@ KDT_TEST(a_rank_whose_weights_do_not_fit_ends_all) {
   run->change = [](int rank, LoadPlan& plan) {
     if (rank == 2) plan.items().back().make = [] { throw Error("no memory on the device"); };
   };
-  EXPECT_THROWS("rank 2: no memory on the device", load_on(group, run));
+  EXPECT_THROWS("rank 2: " + run->files.source->name() + ": norm.weight: no memory on the device",
+                load_on(group, run));
 }
 
 KDT_TEST(a_file_cut_short_ends_all_ranks_with_its_name) {
