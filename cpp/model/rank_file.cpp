@@ -124,9 +124,10 @@ std::vector<RankItem> parse_table(const std::string& table, const Header& header
 template <typename Take>
 void for_data(const InputFile& file, const std::vector<RankItem>& items, const Take& take,
               const LoadProgress& progress) {
-  const uint64_t begin = items.empty() || items.front().pieces.empty()
-                             ? file.size()
-                             : items.front().pieces.front().offset;
+  uint64_t begin = file.size();
+  for (auto item = items.rbegin(); item != items.rend(); ++item) {
+    if (!item->pieces.empty()) begin = item->pieces.front().offset;
+  }
   BlockReader reader(file, begin, file.size());
   std::span<const uint8_t> block;
   uint64_t position = begin;  // of the block in the file
