@@ -10,7 +10,7 @@
 #include "core/clock.h"
 #include "cuda_backend.h"
 #include "device.h"
-#include "parallel/communicator_checks.h"
+#include "backend/communicator_checks.h"
 
 namespace kdt::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/thread_pool.h"
+#include "parallel/thread_pool.h"
 #include "repack.h"
 
 namespace kdt::cuda {
@@ -39,7 +39,7 @@ class WeightUpload {
   template <typename Write>
   void send(int64_t count, int64_t item_bytes, void* to, cudaStream_t stream, const Write& write);
 
-  cpu::ThreadPool pool_;
+  ThreadPool pool_;
   Piece pieces_[2];
   int turn_ = 0;
 };

@@ -250,11 +250,18 @@ struct TopkLogprobsArgs {
 // and for N = 1 the log-probabilities have the same bits. Back ends agree: the sum of the parts'
 // exponentials is one of float64, in order, and is rounded once, with its logarithm.
 struct MergeTopkArgs {
-  Tensor part_logprobs;  // [N, R, k'] f32, each row descending
-  Tensor part_ids;       // [N, R, k'] i32, of the whole vocabulary
-  Tensor log_sums;       // [N, R] f32
-  Tensor logprobs;       // [R, k] f32, descending; k <= N * k'
-  Tensor ids;            // [R, k] i32, equals by lower id
+  // [N, R * (2 k' + 1)] i32, so that one gather brings them: of each part its logprobs [R, k'] as
+  // the bits of f32, each row descending, then its ids [R, k'] of the whole vocabulary, then its
+  // log_sums [R] as the bits of f32.
+  Tensor parts;
+  Tensor logprobs;  // [R, k] f32, descending; k <= N * k'
+  Tensor ids;       // [R, k] i32, equals by lower id
+
+  // k', after the shape check.
+  int64_t part_k() const {
+    const int64_t rows = logprobs.dim(0);
+    return rows == 0 ? 0 : (parts.dim(1) / rows - 1) / 2;
+  }
 };
 
 // A token a row from softmax(logits / temperature), by inverse CDF in float64: the first whose
@@ -388,16 +395,19 @@ class Backend {
 // is missing.
 std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads);
 
-// Where the ranks of a process run, ranks [first, first + num_ranks) of the node's `node_ranks`.
-// "cuda" and "auto" give rank R the GPU R; "cuda:0,cuda:1" and the like name one for each rank of
-// the node, the same one for several if wanted; "cpu" shares `num_threads` (0: one a core) between
-// them. Throws std::invalid_argument for anything else.
+// Where the ranks of a process run, ranks [first, first + num_ranks) of the node's `node_ranks`. A
+// kind of GPU without a number, and "auto", give rank R the GPU R; GPUs with numbers and commas
+// between name one for each rank of the node, the same one for several if wanted; "cpu" shares
+// `num_threads` (0: one a core) between them. Throws std::invalid_argument for anything else.
 struct RankDevice {
   std::string device;
   int num_threads = 0;
 };
 std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks,
                                      int first, int node_ranks);
+
+// Where NCCL's library is; "": wherever the system finds it. For groups that are made afterwards.
+void set_nccl_library(const std::string& path);
 
 // What this processor reaches with `num_threads` threads (0: one a core), measured in about a
 // second.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdlib>
 #include <sstream>
 #include <thread>
 
@@ -15,6 +16,7 @@ std::unique_ptr<Backend> make_cpu_backend(int num_threads);
 namespace cuda {
 std::unique_ptr<Backend> make_cuda_backend(int device);
 std::vector<OpTime> bench_ops(int device, const std::string& only);
+void set_nccl_library(const std::string& path);
 }  // namespace cuda
 
 namespace {
@@ -101,8 +103,19 @@ std::vector<RankDevice> rank_devices(const std::string& device, int num_threads,
                        device, "' for ", node_ranks,
                        " ranks; want 'auto', 'cpu', 'cuda', or one 'cuda:N' for each rank with "
                        "commas between");
+    // Ranks that share a GPU wait for each other inside kernels, so each needs a queue of its own.
+    // Read when the driver starts.
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   }
   return {all.begin() + first, all.begin() + first + num_ranks};
+}
+
+void set_nccl_library(const std::string& path) {
+#ifdef KDT_WITH_CUDA
+  cuda::set_nccl_library(path);
+#else
+  static_cast<void>(path);
+#endif
 }
 
 std::vector<OpTime> bench_ops(const std::string& device, const std::string& only) {

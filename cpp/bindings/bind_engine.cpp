@@ -226,6 +226,8 @@ py::dict stats(SharedEngine& shared) {
   d["device"] = info.device;
   d["isa"] = info.isa;
   d["num_threads"] = info.num_threads;
+  d["tensor_parallel_size"] = shared.loaded().num_ranks();
+  d["communication"] = shared.loaded().communication();
   return d;
 }
 
@@ -406,6 +408,9 @@ void register_engine(py::module_& module) {
       .def("config", &config);
 
   module.def("inspect_checkpoint", &inspect, py::arg("folder"), py::arg("verify") = false);
+  module.def(
+      "set_nccl_library", [](py::handle path) { set_nccl_library(text("path", path)); },
+      py::arg("path"));
   module.def("measure_cpu", &measure, py::arg("num_threads") = 0,
              py::arg("cache_bytes") = int64_t{16} << 20);
 }

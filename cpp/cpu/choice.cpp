@@ -169,14 +169,17 @@ void CpuBackend::topk_logprobs(const TopkLogprobsArgs& args) {
 
 void CpuBackend::merge_topk(const MergeTopkArgs& args) {
   check_merge_topk(args);
-  const int64_t parts = args.part_ids.dim(0), rows = args.part_ids.dim(1),
-                part_k = args.part_ids.dim(2), k = args.ids.dim(1);
+  const int64_t parts = args.parts.dim(0), stride = args.parts.dim(1), rows = args.ids.dim(0),
+                part_k = args.part_k(), k = args.ids.dim(1);
+  const float* part_logprobs = args.parts.data<float>();
+  const int32_t* part_ids = args.parts.data<int32_t>() + rows * part_k;
+  const float* log_sums = args.parts.data<float>() + 2 * rows * part_k;
   std::vector<int32_t>& next = shared_.ints;
   for (int64_t row = 0; row < rows; ++row) {
-    const float log_sum = merged_log_sum(args.log_sums.data<float>() + row, parts, rows);
-    const auto at = [&](int64_t part) { return (part * rows + row) * part_k + next[part]; };
+    const float log_sum = merged_log_sum(log_sums + row, parts, stride);
+    const auto at = [&](int64_t part) { return part * stride + row * part_k + next[part]; };
     const auto value = [&](int64_t part) {
-      const float x = args.part_logprobs.data<float>()[at(part)];
+      const float x = part_logprobs[at(part)];
       return std::isnan(x) ? kMinusInfinity : x;
     };
     next.assign(parts, 0);
@@ -185,7 +188,7 @@ void CpuBackend::merge_topk(const MergeTopkArgs& args) {
       for (int64_t part = 0; part < parts; ++part) {
         if (next[part] < part_k && (best < 0 || value(part) > value(best))) best = part;
       }
-      args.ids.data<int32_t>()[row * k + i] = args.part_ids.data<int32_t>()[at(best)];
+      args.ids.data<int32_t>()[row * k + i] = part_ids[at(best)];
       args.logprobs.data<float>()[row * k + i] =
           std::isfinite(log_sum) && value(best) != kMinusInfinity ? value(best) - log_sum
                                                                   : kMinusInfinity;

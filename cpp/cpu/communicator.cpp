@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cpu/cpu_backend.h"
-#include "parallel/communicator_checks.h"
+#include "backend/communicator_checks.h"
 
 namespace kdt::cpu {
 

@@ -9,7 +9,7 @@
 
 #include "backend/backend.h"
 #include "cpu/kernels.h"
-#include "cpu/thread_pool.h"
+#include "parallel/thread_pool.h"
 
 namespace kdt::cpu {
 

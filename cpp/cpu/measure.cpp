@@ -15,7 +15,7 @@ CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes) {
   const int threads = num_threads == 0
                           ? static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))
                           : num_threads;
-  cpu::ThreadPool pool(threads);
+  ThreadPool pool(threads);
   CpuCeilings result;
   result.isa = kernels.isa;
   result.num_threads = threads;

@@ -13,6 +13,7 @@
 #include "model/draft_model.h"
 #include "model/row_batch.h"
 #include "model/target_model.h"
+#include "parallel/communicator.h"
 
 namespace kdt {
 
@@ -52,6 +53,9 @@ class Engine {
   const ModelConfig& model_config() const { return config_; }
   const DraftConfig* draft_config() const { return draft_ ? &draft_->config() : nullptr; }
   BackendInfo backend_info() const { return backend_->info(); }
+  // How sums over ranks are made, in words; "" for one rank.
+  std::string communication() const { return communicator_ ? communicator_->describe() : ""; }
+  int num_ranks() const { return shard_.size; }
   int64_t model_bytes() const { return model_bytes_; }
   const LoadReport& load_report() const { return load_report_; }
   int64_t kv_tokens_free() const {

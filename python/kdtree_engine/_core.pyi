@@ -213,6 +213,9 @@ def synth_checkpoint(
     any thread. ValueError names the option that no model can have.
     """
 
+def set_nccl_library(path: str) -> None:
+    """Where NCCL's library is, for engines of several ranks made afterwards."""
+
 def measure_cpu(num_threads: int = 0, cache_bytes: int = 16 << 20) -> dict[str, Any]:
     """Ceilings of this CPU, measured in about a second.
 

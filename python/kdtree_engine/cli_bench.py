@@ -249,7 +249,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from kdtree_engine.llm import default_model, find_drafter
+    from kdtree_engine.locations import default_model, find_drafter
 
     settings = settings_of(methods, budgets)
     common.check_writable("--json", json_file)

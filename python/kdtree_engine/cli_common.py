@@ -206,7 +206,8 @@ def load(
     model: Path | None, speculative: dict[str, Any], quiet: bool = False, **options: Any
 ) -> "LLM":
     """Loads the model with a progress bar on stderr, or one line when that is no terminal."""
-    from kdtree_engine.llm import LLM, default_model, find_drafter
+    from kdtree_engine.llm import LLM
+    from kdtree_engine.locations import default_model, find_drafter
 
     folder, named = model or default_model(), speculative.get("model")
     check_checkpoint("--model" if model else "the model", folder)

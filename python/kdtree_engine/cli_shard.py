@@ -45,7 +45,7 @@ def shard(
     """
     from kdtree_engine import _core
     from kdtree_engine.inspect_files import is_cache
-    from kdtree_engine.llm import find_drafter
+    from kdtree_engine.locations import find_drafter
 
     if out is None:
         raise common.OptionError("--out is missing: name the folder to write")

@@ -12,22 +12,15 @@ from rich.progress import Progress
 from kdtree_engine import _core, checks
 from kdtree_engine.chat import ChatPrompt, chat_prompt_ids
 from kdtree_engine.checks import shown
+from kdtree_engine.locations import default_model, find_drafter, find_nccl
 from kdtree_engine.outputs import RequestOutput
 from kdtree_engine.outputs import Sequence as _Sequence
-from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig
+from kdtree_engine.sampling_params import SamplingParams, SpeculativeConfig, checked_keys
 from kdtree_engine.streams import ChatStream, Stream
 from kdtree_engine.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 
 Prompt = str | Mapping[str, Any]
 _Result = TypeVar("_Result")
-_CONFIG_KEYS = (
-    "method",
-    "model",
-    "tree_budget",
-    "tree_topk",
-    "draft_temperature",
-    "num_speculative_tokens",
-)
 # The compiled module's own limits, checked here too: it takes no number that overflows its types.
 ENGINE_LIMITS = {
     "num_threads": (0, 1024),
@@ -36,20 +29,6 @@ ENGINE_LIMITS = {
     "prefill_chunk_size": (1, 4096),
     "tensor_parallel_size": (1, 64),
 }
-
-
-def default_model() -> Path:
-    """The folder of the model used when none is named: $KDTREE_MODEL, else the bundled one."""
-    named = os.environ.get("KDTREE_MODEL")
-    return Path(named) if named else Path(__file__).parent / "models" / "k2-nano"
-
-
-def find_drafter(model: Path, named: str | os.PathLike[str] | None) -> Path | None:
-    """The drafter's folder: the one named, else `drafter` inside the model's folder, if there."""
-    if named is not None:
-        return Path(named)
-    inside = model / "drafter"
-    return inside if inside.is_dir() else None
 
 
 class LLM:
@@ -118,7 +97,7 @@ class LLM:
         timeout = checks.real("rank_timeout", rank_timeout, 0.1, 1e6)
         if progress is not None and not callable(progress):
             raise ValueError(f"progress is {shown(progress)}, want a function")
-        options = _checked_keys({} if speculative_config is None else speculative_config)
+        options = checked_keys({} if speculative_config is None else speculative_config)
         drafter = find_drafter(self.model, options.get("model"))
         self.speculative = SpeculativeConfig.from_dict(options, "ddtree" if drafter else "none")
         if self.speculative.method == "none" and "model" not in options:
@@ -129,6 +108,8 @@ class LLM:
                 f"{self.model} has no folder 'drafter': name one as 'model', or use method 'none'"
             )
         self._tokenizer = Tokenizer(self.model) if has_tokenizer(self.model) else None
+        if sizes["tensor_parallel_size"] > 1 and (nccl := find_nccl()):
+            _core.set_nccl_library(str(nccl))
         self._engine = _core.Engine(
             str(self.model),
             str(drafter) if drafter else None,
@@ -346,7 +327,7 @@ class LLM:
     def _speculative_for(self, options: Mapping[str, Any] | None) -> SpeculativeConfig:
         if options is None:
             return self.speculative
-        checked = _checked_keys(options)
+        checked = checked_keys(options)
         if "model" in checked:
             raise ValueError("speculative_config: model can only be set when the LLM is made")
         self._check_block(checked.get("num_speculative_tokens"))
@@ -449,19 +430,3 @@ class LLM:
             if self._running.pop(sequence.request_id, None) is not None:
                 self._engine.abort(sequence.request_id)
                 sequence.finish_reason = sequence.finish_reason or "abort"
-
-
-def _checked_keys(options: Any) -> dict[str, Any]:
-    """`speculative_config` with known keys only; its values are checked where they are used."""
-    if not isinstance(options, Mapping):
-        raise ValueError(f"speculative_config is {shown(options)}, want a dict")
-    for key in options:
-        if key not in _CONFIG_KEYS:
-            raise ValueError(
-                f"speculative_config: unknown key {shown(key)}, known are {_CONFIG_KEYS}"
-            )
-    checked = dict(options)
-    for key, check in (("model", checks.path), ("num_speculative_tokens", checks.integer)):
-        if key in checked:
-            checked[key] = check(f"speculative_config: {key}", checked[key])
-    return checked

@@ -1,11 +1,11 @@
 """Options of one request, under vLLM's names. Every field is applied or refused, never ignored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from numbers import Number
 from typing import Any
 
-from kdtree_engine.checks import flag, integer, integers, listed, real, shown, text
+from kdtree_engine.checks import flag, integer, integers, listed, path, real, shown, text
 
 # Fields that only sampling or log-probabilities could honour: their only accepted values.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -148,3 +148,29 @@ class SpeculativeConfig:
 
 METHODS = ("none", "dflash", "ddtree")
 MAX_BUDGET = 256
+
+
+_CONFIG_KEYS = (
+    "method",
+    "model",
+    "tree_budget",
+    "tree_topk",
+    "draft_temperature",
+    "num_speculative_tokens",
+)
+
+
+def checked_keys(options: Any) -> dict[str, Any]:
+    """`speculative_config` with known keys only; its values are checked where they are used."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"speculative_config is {shown(options)}, want a dict")
+    for key in options:
+        if key not in _CONFIG_KEYS:
+            raise ValueError(
+                f"speculative_config: unknown key {shown(key)}, known are {_CONFIG_KEYS}"
+            )
+    checked = dict(options)
+    for key, check in (("model", path), ("num_speculative_tokens", integer)):
+        if key in checked:
+            checked[key] = check(f"speculative_config: {key}", checked[key])
+    return checked

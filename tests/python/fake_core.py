@@ -149,3 +149,7 @@ def measure_cpu(num_threads: int = 0, cache_bytes: int = 0) -> dict[str, Any]:
         "read_gb_s": 10.0,
         "cache_gb_s": 20.0,
     }
+
+
+def set_nccl_library(path: str) -> None:
+    """Has no use for it."""

@@ -1,4 +1,4 @@
-#include "cpu/thread_pool.h"
+#include "parallel/thread_pool.h"
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 
 #include "core/error.h"
 
-namespace kdt::cpu {
+namespace kdt {
 namespace {
 
 inline void pause() {
@@ -127,4 +127,4 @@ void ThreadPool::work(int thread) {
   }
 }
 
-}  // namespace kdt::cpu
+}  // namespace kdt

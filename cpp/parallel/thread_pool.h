@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace kdt::cpu {
+namespace kdt {
 
 // The calling thread works too, so a pool of n has n - 1 threads. A decode step hands over more
 // than a hundred ops a millisecond, so a hand-over must cost little: a thread spins on one cache
@@ -72,4 +72,4 @@ class ThreadPool {
   pid_t process_;  // where they are
 };
 
-}  // namespace kdt::cpu
+}  // namespace kdt

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/thread_pool.h"
+#include "parallel/thread_pool.h"
 
-namespace kdt::cpu {
+namespace kdt {
 namespace {
 
 KDT_TEST(every_task_runs_once) {
@@ -153,6 +153,6 @@ KDT_TEST(a_forked_process_may_destroy_a_pool) {
 }
 
 }  // namespace
-}  // namespace kdt::cpu
+}  // namespace kdt
 
 KDT_TEST_MAIN
