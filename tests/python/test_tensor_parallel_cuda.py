@@ -4,8 +4,13 @@ Skipped without a GPU; with KDT_REQUIRE_DEVICE=1 that is a failure. KDT_LARGE_CA
 bundled model; what needs two GPUs is skipped where there is one.
 """
 
+import ast
 import os
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +126,73 @@ def test_a_rank_on_each_of_two_gpus(
     monkeypatch.setenv("KDTREE_ALL_REDUCE", way)
     check(make(tiny, 2, "cuda"), alone)
     check(make(default_model(), 2, "cuda"), make(default_model(), 1, "cuda:0"), n=128)
+
+
+# In each process: tokens by both methods, or requests without end.
+PROGRAM = """
+import sys
+from kdtree_engine import LLM, SamplingParams
+llm = LLM(device="cuda", tensor_parallel_size=2, rank_timeout=20)
+print(llm.stats()["communication"], file=sys.stderr, flush=True)
+params = SamplingParams(max_tokens=64, ignore_eos=True)
+while True:
+    texts = [
+        llm.generate("def f(x):", params, speculative_config={"method": method})[0].outputs[0].text
+        for method in ("none", "ddtree")
+    ]
+    print(repr(texts), flush=True)
+    if sys.argv[1] == "once":
+        break
+"""
+
+
+@pytest.fixture
+def processes(tiny: Path) -> Iterator[Callable[[str], list["subprocess.Popen[str]"]]]:
+    if not has_two_gpus(tiny):
+        pytest.skip("there is one GPU")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(mode: str) -> list["subprocess.Popen[str]"]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = min(probe.getsockname()[1], 65000)
+        for rank in range(2):
+            env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+            command = [sys.executable, "-c", PROGRAM, mode]
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@large
+def test_a_process_for_each_of_two_gpus(processes: Callable[..., Any]) -> None:
+    first, second = processes("once")
+    out, err = first.communicate(timeout=90)
+    assert (first.returncode, second.wait(timeout=30)) == (0, 0), err + second.stderr.read()
+    plain, tree = ast.literal_eval(out)
+    assert plain == tree
+    assert "nccl" in err.lower()
+
+
+@large
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_other(processes: Callable[..., Any], killed: int) -> None:
+    ranks = processes("for ever")
+    assert ranks[0].stdout.readline()  # all is running
+    ranks[killed].kill()
+    start = time.monotonic()
+    other = ranks[1 - killed]
+    _, err = other.communicate(timeout=60)
+    assert other.returncode == 1, err
+    assert f"rank {killed}" in err
+    assert time.monotonic() - start < 40
 
 
 def test_a_gpu_that_is_not_there_is_named(tiny: Path) -> None:
