@@ -51,16 +51,16 @@ void CudaBackend::topk_logprobs(const TopkLogprobsArgs& args) {
 
 void CudaBackend::merge_topk(const MergeTopkArgs& args) {
   check_merge_topk(args);
-  const int64_t parts = args.part_ids.dim(0), rows = args.part_ids.dim(1),
-                part_k = args.part_ids.dim(2);
-  KDT_CHECK(args.part_ids.numel() <= kMost, "merge_topk: part_ids ", args.part_ids.to_string(),
+  KDT_CHECK(args.parts.numel() <= kMost, "merge_topk: parts ", args.parts.to_string(),
             " are too many for cuda");
-  launch_merge_topk({.part_logprobs = args.part_logprobs.data<float>(),
-                     .part_ids = args.part_ids.data<int32_t>(),
-                     .log_sums = args.log_sums.data<float>(),
+  const int64_t rows = args.ids.dim(0), part_k = args.part_k();
+  launch_merge_topk({.part_logprobs = args.parts.data<float>(),
+                     .part_ids = args.parts.data<int32_t>() + rows * part_k,
+                     .log_sums = args.parts.data<float>() + 2 * rows * part_k,
                      .logprobs = args.logprobs.data<float>(),
                      .ids = args.ids.data<int32_t>(),
-                     .num_parts = static_cast<int32_t>(parts),
+                     .part_stride = static_cast<int32_t>(args.parts.dim(1)),
+                     .num_parts = static_cast<int32_t>(args.parts.dim(0)),
                      .num_rows = static_cast<int32_t>(rows),
                      .part_k = static_cast<int32_t>(part_k),
                      .k = static_cast<int32_t>(args.ids.dim(1))},

@@ -282,7 +282,7 @@ class CheckBackend final : public Backend {
   void merge_topk(const MergeTopkArgs& args) override {
     sides_.run("merge_topk", [&](const Side& s) {
       auto a = args;
-      s.place(a.part_logprobs, a.part_ids, a.log_sums, a.logprobs, a.ids);
+      s.place(a.parts, a.logprobs, a.ids);
       s.backend().merge_topk(a);
     });
     sides_.expect_same<int32_t>("merge_topk", args.ids);

@@ -247,15 +247,15 @@ inline void check_topk_logprobs(const TopkLogprobsArgs& a) {
 }
 
 inline void check_merge_topk(const MergeTopkArgs& a) {
-  KDT_CHECK(a.part_logprobs.ndim() == 3 && a.logprobs.ndim() == 2, "merge_topk: part_logprobs ",
-            a.part_logprobs.to_string(), ", logprobs ", a.logprobs.to_string());
-  const int64_t parts = a.part_logprobs.dim(0), rows = a.part_logprobs.dim(1),
-                part_k = a.part_logprobs.dim(2), k = a.logprobs.dim(1);
-  KDT_CHECK(k > 0 && k <= parts * part_k, "merge_topk: k ", k, " of ", parts, " parts with ",
-            part_k, " each");
-  detail::check_f32("merge_topk", "part_logprobs", a.part_logprobs, {parts, rows, part_k});
-  detail::check_i32("merge_topk", "part_ids", a.part_ids, {parts, rows, part_k});
-  detail::check_f32("merge_topk", "log_sums", a.log_sums, {parts, rows});
+  KDT_CHECK(a.parts.ndim() == 2 && a.logprobs.ndim() == 2, "merge_topk: parts ",
+            a.parts.to_string(), ", logprobs ", a.logprobs.to_string());
+  const int64_t parts = a.parts.dim(0), width = a.parts.dim(1), rows = a.logprobs.dim(0),
+                k = a.logprobs.dim(1);
+  detail::check_i32("merge_topk", "parts", a.parts, {parts, width});
+  KDT_CHECK(width == rows * (2 * a.part_k() + 1), "merge_topk: parts is ", a.parts.to_string(),
+            ", want ", rows, " * (2 k' + 1) columns");
+  KDT_CHECK(rows == 0 || (k > 0 && k <= parts * a.part_k()), "merge_topk: k ", k, " of ", parts,
+            " parts with ", a.part_k(), " each");
   detail::check_f32("merge_topk", "logprobs", a.logprobs, {rows, k});
   detail::check_i32("merge_topk", "ids", a.ids, {rows, k});
 }

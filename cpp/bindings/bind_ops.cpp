@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
@@ -202,11 +203,19 @@ std::pair<Floats, Ints> merge_topk(Argument values_in, Argument ids_in, Argument
   const int64_t k = within("k", k_in, 1, parts * part_k);
   Floats logprobs = empty({rows, k});
   Ints ids(std::vector<py::ssize_t>{rows, k});
-  cpu_backend().merge_topk({.part_logprobs = as_tensor(values),
-                            .part_ids = as_tensor(part_ids),
-                            .log_sums = as_tensor(log_sums),
-                            .logprobs = as_tensor(logprobs),
-                            .ids = as_tensor(ids)});
+  Ints packed(std::vector<py::ssize_t>{parts, rows * (2 * part_k + 1)});
+  char* to = reinterpret_cast<char*>(packed.mutable_data());
+  const auto append = [&](const auto& array, int64_t part) {
+    const int64_t bytes = array.nbytes() / parts;
+    to = std::copy_n(reinterpret_cast<const char*>(array.data()) + part * bytes, bytes, to);
+  };
+  for (int64_t part = 0; part < parts; ++part) {
+    append(values, part);
+    append(part_ids, part);
+    append(log_sums, part);
+  }
+  cpu_backend().merge_topk(
+      {.parts = as_tensor(packed), .logprobs = as_tensor(logprobs), .ids = as_tensor(ids)});
   return {logprobs, ids};
 }
 

@@ -21,10 +21,8 @@ std::vector<int32_t> Engine::next_tokens(int64_t begin, int64_t count) {
       continue;
     }
     const Tensor values(token_out_.tensor.rows(rows, rows).raw(), DType::kFloat32, {rows});
-    backend_->argmax({.logits = logits,
-                      .ids = ids,
-                      .values = values,
-                      .first_id = target_->vocab_begin()});
+    backend_->argmax(
+        {.logits = logits, .ids = ids, .values = values, .first_id = target_->vocab_begin()});
     const Tensor all = gathered_.tensor.rows(0, size * 2 * rows);
     communicator_->all_gather(token_out_.tensor.rows(0, 2 * rows), all.view({size, 2 * rows}));
     words.resize(size * 2 * rows);
@@ -83,34 +81,21 @@ void Engine::choose_candidates(const Tensor& logits, double temperature, const T
                              .ids = ids});
     return;
   }
-  // Each rank's best, then the best of those.
+  // Each rank's best, gathered as they lie one after another, then the best of those.
   const int64_t rows = logits.dim(0), size = shard_.size;
   const int64_t width = std::min(logprobs.dim(1), target_->vocab_local());
-  int64_t used = 0;
-  const auto piece = [&](const Buffer& buffer, DType dtype, std::initializer_list<int64_t> shape) {
-    Tensor tensor(static_cast<char*>(buffer.tensor.raw()) + used * 4, dtype, shape);
-    used += tensor.numel();
-    return tensor;
-  };
-  const Tensor part_logprobs = piece(part_topk_, DType::kFloat32, {rows, width});
-  const Tensor part_ids = piece(part_topk_, DType::kInt32, {rows, width});
-  const Tensor log_sums = piece(part_topk_, DType::kFloat32, {rows});
-  backend_->topk_logprobs({.logits = logits,
-                           .temperature = static_cast<float>(temperature),
-                           .logprobs = part_logprobs,
-                           .ids = part_ids,
-                           .log_sums = log_sums,
-                           .first_id = target_->vocab_begin()});
-  used = 0;
-  const MergeTopkArgs merge{.part_logprobs = piece(gathered_, DType::kFloat32, {size, rows, width}),
-                            .part_ids = piece(gathered_, DType::kInt32, {size, rows, width}),
-                            .log_sums = piece(gathered_, DType::kFloat32, {size, rows}),
-                            .logprobs = logprobs,
-                            .ids = ids};
-  communicator_->all_gather(part_logprobs, merge.part_logprobs);
-  communicator_->all_gather(part_ids, merge.part_ids);
-  communicator_->all_gather(log_sums, merge.log_sums);
-  backend_->merge_topk(merge);
+  const int64_t count = rows * width, words = 2 * count + rows;
+  const Tensor part = part_topk_.tensor.rows(0, words);
+  const Tensor all = gathered_.tensor.rows(0, size * words).view({size, words});
+  backend_->topk_logprobs(
+      {.logits = logits,
+       .temperature = static_cast<float>(temperature),
+       .logprobs = Tensor(part.raw(), DType::kFloat32, {rows, width}),
+       .ids = part.rows(count, count).view({rows, width}),
+       .log_sums = Tensor(part.rows(2 * count, rows).raw(), DType::kFloat32, {rows}),
+       .first_id = target_->vocab_begin()});
+  communicator_->all_gather(part, all);
+  backend_->merge_topk({.parts = all, .logprobs = logprobs, .ids = ids});
 }
 
 double Engine::agreed(double ms) {

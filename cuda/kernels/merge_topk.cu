@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 
 // The logarithm of the sum of exp(log_sums[part * stride]); not finite where there is no
 // distribution. By one thread: its order is part of the result.
-__device__ float merged_log_sum(const float* log_sums, int parts, int64_t stride) {
+__device__ float merged_log_sum(const float* log_sums, int parts, int stride) {
   float top = minus_infinity();
   for (int part = 0; part < parts; ++part) {
     const float x = log_sums[part * stride];
@@ -33,7 +33,7 @@ __host__ __device__ int blocks_of_row(const MergeTopkParams& p) {
 __global__ void __launch_bounds__(kThreads) merge_topk_kernel(const MergeTopkParams p) {
   auto& log_sum = *reinterpret_cast<float*>(shared_memory());
   const int row = static_cast<int>(blockIdx.x) / blocks_of_row(p);
-  if (threadIdx.x == 0) log_sum = merged_log_sum(p.log_sums + row, p.num_parts, p.num_rows);
+  if (threadIdx.x == 0) log_sum = merged_log_sum(p.log_sums + row, p.num_parts, p.part_stride);
   __syncthreads();
 
   const int candidate =
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) merge_topk_kernel(const MergeTopkPar
   const int own = candidate / p.part_k, column = candidate % p.part_k;
   if (own >= p.num_parts || column >= p.k) return;
   const auto at = [&](int part, int i) {
-    return (static_cast<int64_t>(part) * p.num_rows + row) * p.part_k + i;
+    return static_cast<int64_t>(part) * p.part_stride + row * p.part_k + i;
   };
   const auto order_at = [&](int part, int i) {
     const float x = p.part_logprobs[at(part, i)];

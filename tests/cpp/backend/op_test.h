@@ -303,6 +303,13 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
+// f32 as they lie in memory.
+inline Ints bits(const Floats& x) {
+  Ints out(x.size());
+  std::memcpy(out.data(), x.data(), x.size() * sizeof(float));
+  return out;
+}
+
 template <typename T>
 void append(std::vector<T>& to, const std::vector<T>& from) {
   to.insert(to.end(), from.begin(), from.end());

@@ -142,14 +142,14 @@ const std::map<std::string, Op>& ops() {
        }},
       {"merge_topk",
        [](Backend& b) {
-         const Floats descending = {3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0};
-         Floats logits = descending;
-         append(logits, descending);
-         Ints ids(24);
-         for (int32_t i = 0; i < 24; ++i) ids[i] = i;
-         b.merge_topk({.part_logprobs = upload(b, logits, {2, kRows, 4}).tensor,
-                       .part_ids = upload(b, ids, {2, kRows, 4}).tensor,
-                       .log_sums = upload(b, Floats(2 * kRows, 4.0f), {2, kRows}).tensor,
+         const Ints logits = bits({3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0});
+         Ints parts;
+         for (int32_t first : {0, 12}) {
+           append(parts, logits);
+           for (int32_t i = 0; i < 12; ++i) parts.push_back(first + i);
+           append(parts, bits(Floats(kRows, 4.0f)));
+         }
+         b.merge_topk({.parts = upload(b, parts, {2, kRows * 9}).tensor,
                        .logprobs = output(b, {kRows, 4}).tensor,
                        .ids = int_output(b, {kRows, 4}).tensor});
        }},

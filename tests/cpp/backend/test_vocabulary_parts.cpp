@@ -29,16 +29,16 @@ Top topk(Backend& b, const Floats& logits, int64_t rows, int64_t k, float temper
 
 // part.logprobs, .ids: [N, R, k'].
 Top merge(Backend& b, const Top& parts, int64_t num_parts, int64_t rows, int64_t k) {
-  const int64_t part_k = static_cast<int64_t>(parts.ids.size()) / (num_parts * rows);
-  const Buffer part_logprobs = upload(b, parts.logprobs, {num_parts, rows, part_k}),
-               part_ids = upload(b, parts.ids, {num_parts, rows, part_k}),
-               log_sums = upload(b, parts.log_sums, {num_parts, rows}),
+  const int64_t count = static_cast<int64_t>(parts.ids.size()) / num_parts;
+  Ints words;
+  for (int64_t p = 0; p < num_parts; ++p) {
+    append(words, bits(slice(parts.logprobs, p * count, count)));
+    append(words, slice(parts.ids, p * count, count));
+    append(words, bits(slice(parts.log_sums, p * rows, rows)));
+  }
+  const Buffer memory = upload(b, words, {num_parts, 2 * count + rows}),
                logprobs = output(b, {rows, k}), ids = int_output(b, {rows, k});
-  b.merge_topk({.part_logprobs = part_logprobs.tensor,
-                .part_ids = part_ids.tensor,
-                .log_sums = log_sums.tensor,
-                .logprobs = logprobs.tensor,
-                .ids = ids.tensor});
+  b.merge_topk({.parts = memory.tensor, .logprobs = logprobs.tensor, .ids = ids.tensor});
   return {download(b, logprobs.tensor), download<int32_t>(b, ids.tensor), {}};
 }
 
@@ -241,14 +241,19 @@ KDT_TEST(impossible_parts_are_refused) {
   EXPECT_THROWS("argmax: first_id 2147483646 for 2 logits", argmax(b, {1, 2}, 1, 2147483646));
   EXPECT_THROWS("merge_topk: k 5 of 2 parts with 2 each",
                 merge(b, {{1, 0, 1, 0}, {0, 1, 2, 3}, {1, 1}}, 2, 1, 5));
-  const Buffer part = output(b, {2, 1, 3}), ids = int_output(b, {2, 1, 3}),
-               sums = output(b, {1, 2}), logprobs = output(b, {1, 3}), out = int_output(b, {1, 3});
-  EXPECT_THROWS("merge_topk: log_sums is f32[1, 2], want f32[2, 1]",
-                b.merge_topk({.part_logprobs = part.tensor,
-                              .part_ids = ids.tensor,
-                              .log_sums = sums.tensor,
-                              .logprobs = logprobs.tensor,
-                              .ids = out.tensor}));
+  const auto merged = [&](const Buffer& parts, int64_t rows) {
+    const Buffer logprobs = output(b, {rows, 2}), ids = int_output(b, {rows, 2});
+    b.merge_topk({.parts = parts.tensor, .logprobs = logprobs.tensor, .ids = ids.tensor});
+  };
+  EXPECT_THROWS("merge_topk: parts is i32[2, 6], want 1 * (2 k' + 1) columns",
+                merged(int_output(b, {2, 6}), 1));
+  EXPECT_THROWS("merge_topk: parts is i32[2, 11], want 2 * (2 k' + 1) columns",
+                merged(int_output(b, {2, 11}), 2));
+  EXPECT_THROWS("merge_topk: parts is i32[2, 1], want 2 * (2 k' + 1) columns",
+                merged(int_output(b, {2, 1}), 2));
+  EXPECT_THROWS("merge_topk: k 2 of 2 parts with 0 each", merged(int_output(b, {2, 2}), 2));
+  EXPECT_THROWS("merge_topk: parts is f32[2, 3], want i32[2, 3]", merged(output(b, {2, 3}), 1));
+  const Buffer sums = output(b, {1, 2}), logprobs = output(b, {1, 3}), out = int_output(b, {1, 3});
   EXPECT_THROWS("topk_logprobs: log_sums is f32[1, 2], want f32[1]",
                 b.topk_logprobs({.logits = logprobs.tensor,
                                  .logprobs = logprobs.tensor,
