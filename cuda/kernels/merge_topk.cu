@@ -19,6 +19,7 @@ __device__ float merged_log_sum(const float* log_sums, int parts, int stride) {
   }
   if (top == minus_infinity()) return top;
   double sum = 0;
+#pragma unroll 1  // a few exponentials at once spill on sm_90a, and only one thread waits for them
   for (int part = 0; part < parts; ++part)
     sum += exp(static_cast<double>(log_sums[part * stride]) - top);
   return static_cast<float>(top + log(sum));
