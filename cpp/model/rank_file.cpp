@@ -90,7 +90,7 @@ std::vector<RankItem> parse_table(const std::string& table, const Header& header
   const auto take = [&](void* to, uint64_t bytes) {
     KDT_CHECK(bytes <= table.size() - at, path, ": item ", items.size(),
               ": truncated: the table ends in it");
-    std::memcpy(to, table.data() + at, bytes);
+    if (bytes > 0) std::memcpy(to, table.data() + at, bytes);
     at += bytes;
   };
   for (uint32_t i = 0; i < header.num_items; ++i) {
