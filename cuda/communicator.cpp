@@ -7,10 +7,10 @@
 #include <thread>
 #include <vector>
 
+#include "backend/communicator_checks.h"
 #include "core/clock.h"
 #include "cuda_backend.h"
 #include "device.h"
-#include "backend/communicator_checks.h"
 
 namespace kdt::cuda {
 namespace {

@@ -342,8 +342,7 @@ void register_engine(py::module_& module) {
            py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
            py::arg("prefill_chunk_size") = 256, py::arg("latent_rms_norm_eps") = 0.0,
            py::arg("tensor_parallel_size") = 1, py::arg("expert_parallel") = false,
-           py::arg("timeout_s") = 600.0,
-           py::arg("progress") = py::none())
+           py::arg("timeout_s") = 600.0, py::arg("progress") = py::none())
       .def(
           "add_request",
           [](SharedEngine& shared, py::handle prompt, py::handle options) {
@@ -363,11 +362,11 @@ void register_engine(py::module_& module) {
               const GilAcquire acquire;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
             };
-            return shared.use([&](EngineGroup& e) { return e.generate(ids, request, not_interrupted); });
+            return shared.use(
+                [&](EngineGroup& e) { return e.generate(ids, request, not_interrupted); });
           },
           py::arg("prompt_token_ids"), py::arg("options"))
-      .def_property_readonly("is_leader",
-                             [](SharedEngine& shared) { return shared.is_leader(); })
+      .def_property_readonly("is_leader", [](SharedEngine& shared) { return shared.is_leader(); })
       .def("follow",
            [](SharedEngine& shared) {
              shared.use([](EngineGroup& e) {
@@ -377,8 +376,7 @@ void register_engine(py::module_& module) {
            })
       .def("has_unfinished",
            [](SharedEngine& shared) {
-             return shared.look(
-                 [](const EngineGroup& e) { return e.first().has_unfinished(); });
+             return shared.look([](const EngineGroup& e) { return e.first().has_unfinished(); });
            })
       .def(
           "abort",

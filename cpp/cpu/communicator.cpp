@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "cpu/cpu_backend.h"
 #include "backend/communicator_checks.h"
+#include "cpu/cpu_backend.h"
 
 namespace kdt::cpu {
 

@@ -67,8 +67,7 @@ Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std
   if (communicator_) {
     part_topk_ = backend_->allocate(DType::kInt32, {(block - 1) * (2 * kMaxTreeBudget + 1)});
     const int64_t needed = shard_.size * part_topk_.tensor.numel();
-    if (gathered_.tensor.numel() < needed)
-      gathered_ = backend_->allocate(DType::kInt32, {needed});
+    if (gathered_.tensor.numel() < needed) gathered_ = backend_->allocate(DType::kInt32, {needed});
   }
   measure_costs();
 }
@@ -114,8 +113,8 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
   if (checkpoints.draft_source) {
     draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_source, max_rows_,
                                           max_num_seqs_, max_model_len_ + draft_config.block_size);
-    load_report_.add(checkpoints.load(*draft_->take_plan(), group_,
-                                      progress_from(checkpoints.target_bytes())));
+    load_report_.add(
+        checkpoints.load(*draft_->take_plan(), group_, progress_from(checkpoints.target_bytes())));
     draft_cache_ = make_cache(*draft_);
   }
   if (options.progress && shard_.rank == 0) options.progress(model_bytes_, model_bytes_);

@@ -1,5 +1,5 @@
-// The engine as its users see it: one rank in the caller's thread, or several, each with its part of
-// the models, in threads of their own and in one process or more.
+// The engine as its users see it: one rank in the caller's thread, or several, each with its part
+// of the models, in threads of their own and in one process or more.
 #pragma once
 
 #include <functional>

@@ -7,9 +7,8 @@
 
 namespace kdt {
 
-DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config,
-                       const TensorSource& source, int64_t max_context_rows,
-                       int64_t max_sequences, int64_t max_positions)
+DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config, const TensorSource& source,
+                       int64_t max_context_rows, int64_t max_sequences, int64_t max_positions)
     : ranks_(ranks), backend_(ranks.backend), config_(config) {
   const DraftConfig& c = config_;
   check_shard(c, ranks.shard);
@@ -67,8 +66,8 @@ DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config,
 }
 
 std::unique_ptr<KvCache> DraftModel::make_cache(int64_t num_blocks, int64_t block_size) const {
-  return backend_.make_gqa_cache(config_.num_hidden_layers, num_blocks, block_size,
-                                 kv_heads_, config_.head_dim);
+  return backend_.make_gqa_cache(config_.num_hidden_layers, num_blocks, block_size, kv_heads_,
+                                 config_.head_dim);
 }
 
 void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache) {

@@ -31,8 +31,8 @@ class DraftModel {
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
   // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens)
-  // over the cached context. logits [sequences * depth, target's vocab_local()]: row j of a sequence
-  // is for the position j + 1 past its root; depth is 1 to block_size - 1.
+  // over the cached context. logits [sequences * depth, target's vocab_local()]: row j of a
+  // sequence is for the position j + 1 past its root; depth is 1 to block_size - 1.
   void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
              const Tensor& logits);
 
@@ -55,8 +55,8 @@ class DraftModel {
   std::unique_ptr<LinearWeight> fc_;
   std::vector<Layer> layers_;
   // Activations, [rows, ...].
-  Buffer features_, context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_, activated_,
-      drafted_rows_, drafted_;
+  Buffer features_, context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_,
+      activated_, drafted_rows_, drafted_;
 };
 
 }  // namespace kdt
