@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "core/error.h"
@@ -148,7 +149,13 @@ bool Meeting::complete(Lock& lock) {
     return false;
   }
   exchanging_ = true;
-  const bool done = exchange(lock);
+  bool done = false;
+  try {
+    done = exchange(lock);
+  } catch (const std::exception& error) {  // no memory for what comes from other processes
+    if (!lock.owns_lock()) lock.lock();
+    end(join(describe(first, seats_[0].call), ": ", error.what()));
+  }
   exchanging_ = false;
   if (done) {
     for (Seat& seat : seats_) seat.here = false;
