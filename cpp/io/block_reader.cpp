@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <system_error>
 
 #include "core/error.h"
 
@@ -17,7 +18,12 @@ BlockReader::BlockReader(const InputFile& file, uint64_t begin, uint64_t end)
     KDT_CHECK(blocks_.back().memory != nullptr, file.path(), ": no memory to read it");
   }
   const auto threads = std::min<size_t>(kThreads, blocks_.size());
-  for (size_t i = 0; i < threads; ++i) threads_.emplace_back([this] { read_blocks(); });
+  threads_.reserve(threads);
+  try {
+    while (threads_.size() < threads) threads_.emplace_back([this] { read_blocks(); });
+  } catch (const std::system_error& error) {  // fewer are slower
+    KDT_CHECK(!threads_.empty(), file.path(), ": no thread to read it: ", error.what());
+  }
 }
 
 BlockReader::~BlockReader() {
