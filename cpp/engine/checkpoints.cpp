@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "backend/checks.h"
+#include "model/synth.h"
 
 namespace kdt {
 
@@ -14,31 +15,54 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
                          options.latent_rms_norm_eps >= 0 && options.latent_rms_norm_eps < 1,
                      "latent_rms_norm_eps is ", options.latent_rms_norm_eps,
                      "; want 0 (as the checkpoint says) to 1");
-  config = load_model_config(options.model);
-  if (options.latent_rms_norm_eps > 0) config.latent_rms_norm_eps = options.latent_rms_norm_eps;
   const auto open = [&](const std::string& folder) {
     auto opened = open_weights(folder, options.tensor_parallel_size, options.expert_parallel);
     if (stream_.direct_io.value_or(outgrows_page_cache(opened->total_bytes())))
       opened->use_direct_io();
     return opened;
   };
-  source = open(options.model);
+  const auto make = [](const std::string& name, SynthSource::Part part) {
+    uint64_t seed = 0;
+    const SynthModel model = make_synth_model(parse_synth_name(name, seed));
+    return std::pair(model, std::make_unique<SynthSource>(model, part, seed));
+  };
+  if (is_synth_name(options.model)) {
+    auto [model, made] = make(options.model, SynthSource::Part::kTarget);
+    config = model.config;
+    source = std::move(made);
+  } else {
+    config = load_model_config(options.model);
+    source = open(options.model);
+  }
+  if (options.latent_rms_norm_eps > 0) config.latent_rms_norm_eps = options.latent_rms_norm_eps;
   if (options.drafter.empty()) return;
-  draft_config = load_draft_config(options.drafter);
-  const std::string where = options.drafter + "/config.json";
+  std::string where = options.drafter;
+  if (is_synth_name(options.drafter)) {
+    auto [model, made] = make(options.drafter, SynthSource::Part::kDrafter);
+    draft_config = model.drafter;
+    draft_source = std::move(made);
+  } else {
+    where += "/config.json";
+    draft_config = load_draft_config(options.drafter);
+    draft_source = open(options.drafter);
+    draft_config.tensor_prefix = find_draft_prefix(*draft_source);
+  }
   check_draft_config(draft_config, config, where);
   KDT_CHECK(
       draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget,
       where, ": block_size is ", draft_config.block_size, "; this engine takes at most ",
       kMaxTreeDepth + 1);
-  draft_source = open(options.drafter);
-  draft_config.tensor_prefix = find_draft_prefix(*draft_source);
 }
 
 LoadReport Checkpoints::load(LoadPlan& plan, RankGroup* group, const LoadProgress& progress) {
   if (const auto* cache = dynamic_cast<const ShardCache*>(&plan.source())) {
     const Clock clock;
-    cache->load(plan, progress);
+    cache->load(plan, [&](int64_t done, int64_t total) {
+      if (progress) progress(done, total);
+      if (group == nullptr) return;
+      const std::string ended = group->aborted();
+      KDT_CHECK(ended.empty(), ended);
+    });
     return {.bytes = cache->bytes(plan.shard().rank), .seconds = clock.ms() / 1000};
   }
   Loader& loader = &plan.source() == source.get() ? loader_ : draft_loader_;
