@@ -69,6 +69,8 @@ Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std
     const int64_t needed = shard_.size * part_topk_.tensor.numel();
     if (gathered_.tensor.numel() < needed) gathered_ = backend_->allocate(DType::kInt32, {needed});
   }
+  // Taking memory may wait for a device on which another rank's sum waits for this one.
+  if (group_ != nullptr) group_->barrier();
   measure_costs();
 }
 
