@@ -46,13 +46,19 @@ class SharedEngine {
     return in_own_call() ? call(engine_) : use(call);
   }
 
-  // Neither waits nor throws: finalisers call it. While the engine is in a call the id is kept for
-  // the next one.
+  // Neither waits for a call nor throws: finalisers call it. While the engine is in a call the id
+  // is kept for the next one.
   bool abort(int64_t id) {
     if (process_ != getpid()) return false;
     if (!in_own_call()) {
       const std::unique_lock lock(mutex_, std::try_to_lock);
-      if (lock.owns_lock()) return engine_.abort(id);
+      if (lock.owns_lock()) {
+        try {
+          return engine_.abort(id);
+        } catch (const Error&) {  // the ranks' group has ended, and all requests with it
+          return false;
+        }
+      }
     }
     const std::lock_guard lock(aborted_mutex_);
     aborted_.push_back(id);
