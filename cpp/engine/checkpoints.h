@@ -12,8 +12,8 @@
 namespace kdt {
 
 struct EngineOptions {
-  std::string model;           // checkpoint folder
-  std::string drafter;         // checkpoint folder; "": none
+  std::string model;           // checkpoint folder, or a name of synth_config.h
+  std::string drafter;         // the same; "": none
   std::string device = "cpu";  // as rank_devices (backend.h) takes it
   int num_threads = 0;         // of all ranks; 0: one a core
   int64_t max_model_len = 0;   // 0: the checkpoint's max_position_embeddings

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "core/error.h"
 #include "model/config_reader.h"
@@ -291,6 +294,38 @@ SynthModel make_synth_model(const SynthOptions& options) {
   model.drafter = parse_draft_config(model.drafter_config_json, "drafter/config.json");
   check_draft_config(model.drafter, model.config, "drafter/config.json");
   return model;
+}
+
+namespace {
+
+constexpr const char* kSynthPrefix = "synth:";
+
+}  // namespace
+
+bool is_synth_name(const std::string& model) { return model.starts_with(kSynthPrefix); }
+
+SynthOptions parse_synth_name(const std::string& model, uint64_t& seed) {
+  std::istringstream parts(model.substr(std::strlen(kSynthPrefix)));
+  SynthOptions options;
+  std::getline(parts, options.like, ',');
+  int64_t seed_value = 0;
+  const std::map<std::string, int64_t*> keys = {{"layers", &options.layers},
+                                                {"experts", &options.experts},
+                                                {"hidden", &options.hidden},
+                                                {"vocab", &options.vocab},
+                                                {"seed", &seed_value}};
+  for (std::string part; std::getline(parts, part, ',');) {
+    const size_t equals = std::min(part.find('='), part.size());
+    const std::string value = equals < part.size() ? part.substr(equals + 1) : "";
+    const auto key = keys.find(part.substr(0, equals));
+    const bool digits = !value.empty() && value.size() <= 18 &&
+                        value.find_first_not_of("0123456789") == std::string::npos;
+    KDT_CHECK_ARGUMENT(key != keys.end() && digits, "model is '", model, "': '", part,
+                       "'; want layers, experts, hidden, vocab or seed, '=' and a number");
+    *key->second = std::stoll(value);
+  }
+  seed = static_cast<uint64_t>(seed_value);
+  return options;
 }
 
 }  // namespace kdt

@@ -30,4 +30,10 @@ struct SynthModel {
 // Throws std::invalid_argument naming the option for a model that cannot be.
 SynthModel make_synth_model(const SynthOptions& options);
 
+// A model that is made in memory when it is loaded, in the place of a folder's name:
+// "synth:tiny,layers=3,seed=1" with any of layers, experts, hidden, vocab and seed.
+bool is_synth_name(const std::string& model);
+// Throws std::invalid_argument naming what is wrong in it.
+SynthOptions parse_synth_name(const std::string& model, uint64_t& seed);
+
 }  // namespace kdt

@@ -38,9 +38,15 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, ranks: int, expert_parallel: bool = False, **options: Any) -> Any:
+    return make_named(str(folder), str(folder / "drafter"), ranks, expert_parallel, **options)
+
+
+def make_named(
+    model: str, drafter: str | None, ranks: int, expert_parallel: bool = False, **options: Any
+) -> Any:
     return _core.Engine(
-        str(folder),
-        str(folder / "drafter"),
+        model,
+        drafter,
         tensor_parallel_size=ranks,
         expert_parallel=expert_parallel,
         **{"num_threads": 2, "max_model_len": 512, "timeout_s": 60.0, **options},
@@ -206,6 +212,21 @@ def test_ranks_come_and_go(wide_model: Path) -> None:
         del engine
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/task").iterdir())) < 40
+
+
+def test_a_model_made_in_memory_is_the_one_from_files(wide_model: Path) -> None:
+    name = "synth:tiny,layers=3"
+    files, memory = make(wide_model, 2), make_named(name, name, 2)
+    for prompt in prompts_of(files, (5, 40)):
+        for method in ("none", "ddtree"):
+            assert tokens_of(memory, prompt, method=method) == tokens_of(
+                files, prompt, method=method
+            )
+    bad = ["synth:", "synth:none", "synth:tiny,layers", "synth:tiny,layers=x", "synth:tiny,x=1"]
+    bad += ["synth:tiny,layers=-1", "synth:tiny,layers=99999999999999999999", "synth:tiny,,"]
+    for wrong in bad:
+        with pytest.raises(ValueError, match="is '"):
+            make_named(wrong, None, 1)
 
 
 def test_llm_and_its_arguments() -> None:
