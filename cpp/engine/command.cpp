@@ -1,6 +1,7 @@
 #include "engine/command.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/error.h"
 
@@ -61,6 +62,11 @@ Command Command::decode(const std::string& bytes) {
       KDT_CHECK(count <= bytes.size(), "a call of ", bytes.size(), " bytes with a list of ", count);
       field.resize(count);
       take(field.data(), count * sizeof(field[0]));
+    } else if constexpr (std::is_same_v<std::remove_cvref_t<decltype(field)>, bool>) {
+      uint8_t byte = 0;
+      take(&byte, sizeof(byte));
+      KDT_CHECK(byte <= 1, "a call with a flag of ", static_cast<int>(byte));
+      field = byte == 1;
     } else {
       take(&field, sizeof(field));
     }
