@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "io/mmap_file.h"
 #include "model/config_reader.h"
+#include "model/fp8.h"
 
 namespace fs = std::filesystem;
 
@@ -13,7 +14,6 @@ namespace kdt {
 namespace {
 
 constexpr int64_t kInt4GroupSize = 32;
-constexpr int64_t kFp8Block = 128;
 
 // Adds what is not there yet.
 void unite(std::vector<int64_t>& ids, const std::vector<int64_t>& more) {

@@ -12,11 +12,11 @@
 #include "core/dtype.h"
 #include "core/error.h"
 #include "io/xxh64.h"
+#include "model/fp8.h"
 
 namespace kdt {
 namespace {
 
-constexpr int64_t kFp8Block = 128;
 // Deviations: of norms' weights around 1, of the scores that choose experts, of logits.
 constexpr double kNormSpread = 0.1, kBiasSpread = 0.03, kLogitSpread = 4;
 
