@@ -5,25 +5,15 @@
 
 #include "backend/checks.h"
 #include "core/clock.h"
+#include "engine/limits.h"
 
 namespace kdt {
-namespace {
-
-constexpr int64_t kBlockSize = 64;
-constexpr int64_t kMaxContext = int64_t{1} << 24;
-// The rows of a chunk all see each other, so what a pass keeps of that grows with the square.
-constexpr int64_t kMaxChunk = 4096;
-// Rows of features kept for a drafter that has not been asked; a request that never drafts is
-// spared their cost.
-constexpr int64_t kPendingRows = 1024;
-
-}  // namespace
 
 Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std::string& device,
                int num_threads, RankGroup* group)
     : group_(group) {
-  KDT_CHECK_ARGUMENT(options.max_num_seqs >= 1 && options.max_num_seqs <= 1024, "max_num_seqs is ",
-                     options.max_num_seqs, "; want 1 to 1024");
+  KDT_CHECK_ARGUMENT(options.max_num_seqs >= 1 && options.max_num_seqs <= kMaxSequences,
+                     "max_num_seqs is ", options.max_num_seqs, "; want 1 to ", kMaxSequences);
   KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= kMaxChunk,
                      "prefill_chunk_size is ", options.prefill_chunk_size, "; want 1 to ",
                      kMaxChunk);

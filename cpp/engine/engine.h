@@ -68,9 +68,6 @@ class Engine {
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
 
  private:
-  // Rows of logits held at once.
-  static constexpr int64_t kLogitRows = 128;
-
   void load(const EngineOptions& options, Checkpoints& checkpoints);
   Method checked_method(const RequestOptions& options) const;
   void check_token_ids(const char* name, const std::vector<int64_t>& token_ids) const;

@@ -9,8 +9,6 @@
 namespace kdt {
 namespace {
 
-constexpr int kMaxRanks = 64;
-
 // How the processes of `size` ranks were started; a process alone for one rank, which is nobody's
 // part.
 Launch launch_of(int size) {
@@ -34,10 +32,7 @@ std::string receive(RankGroup& group, std::string bytes) {
 
 EngineGroup::EngineGroup(const EngineOptions& options) : ranks_(std::make_shared<Ranks>()) {
   const int size = options.tensor_parallel_size;
-  KDT_CHECK_ARGUMENT(size >= 1 && size <= kMaxRanks, "tensor_parallel_size is ", size,
-                     "; want 1 to ", kMaxRanks);
-  KDT_CHECK_ARGUMENT(size > 1 || !options.expert_parallel,
-                     "expert_parallel is true, but tensor_parallel_size is 1");
+  check_ranks(size, options.expert_parallel);
   KDT_CHECK_ARGUMENT(std::isfinite(options.timeout_s) && options.timeout_s > 0, "timeout_s is ",
                      options.timeout_s, "; want seconds, more than 0");
   const Launch launch = launch_of(size);

@@ -6,18 +6,13 @@
 
 #include "backend/checks.h"
 #include "engine/inspect.h"
+#include "engine/limits.h"
 #include "io/safetensors.h"
 #include "model/shard_cache.h"
 #include "model/weights.h"
 
 namespace kdt {
 namespace {
-
-// As in engine.cpp.
-constexpr int64_t kBlockSize = 64;
-constexpr int64_t kLogitRows = 128;
-constexpr int64_t kPendingRows = 1024;
-constexpr int64_t kMaxContext = int64_t{1} << 24;
 
 constexpr int64_t kFloat = 4, kBFloat16 = 2;
 
@@ -136,14 +131,12 @@ void fit(const MemoryOptions& options, MemoryPlan& plan) {
 MemoryPlan plan_memory(const ModelConfig& config, const TensorSource& tensors,
                        const DraftConfig* drafter, const TensorSource* draft_tensors,
                        const MemoryOptions& options) {
-  check_range("tensor_parallel_size", options.tensor_parallel_size, 1, 64);
+  check_ranks(options.tensor_parallel_size, options.expert_parallel);
   check_range("gpu_memory", options.gpu_memory, 0, int64_t{1} << 50);
   check_range("overhead", options.overhead, 0, int64_t{1} << 50);
   check_range("max_model_len", options.max_model_len, 0, config.max_position_embeddings);
-  check_range("max_num_seqs", options.max_num_seqs, 1, 1024);
-  check_range("prefill_chunk_size", options.prefill_chunk_size, 1, 4096);
-  KDT_CHECK_ARGUMENT(options.tensor_parallel_size > 1 || !options.expert_parallel,
-                     "expert_parallel is true, but tensor_parallel_size is 1");
+  check_range("max_num_seqs", options.max_num_seqs, 1, kMaxSequences);
+  check_range("prefill_chunk_size", options.prefill_chunk_size, 1, kMaxChunk);
   const Shard shard{0, options.tensor_parallel_size, options.expert_parallel};
   MemoryPlan plan;
   plan.max_model_len = options.max_model_len > 0

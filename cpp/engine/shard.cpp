@@ -24,7 +24,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kMaxRanks = 64;
 constexpr uint64_t kMaxCopiedBytes = uint64_t{256} << 20;  // of a file that is no weights
 constexpr uint64_t kSpareBytes = uint64_t{64} << 20;       // left free on the disk
 
@@ -207,10 +206,7 @@ int64_t write_job(Job& job, const std::function<void(uint64_t)>& wrote) {
 
 ShardSummary shard_checkpoint(const ShardOptions& options) {
   const int size = options.tensor_parallel_size;
-  KDT_CHECK_ARGUMENT(size >= 1 && size <= kMaxRanks, "tensor_parallel_size is ", size,
-                     "; want 1 to ", kMaxRanks);
-  KDT_CHECK_ARGUMENT(size > 1 || !options.expert_parallel,
-                     "expert_parallel is true, but tensor_parallel_size is 1");
+  check_ranks(size, options.expert_parallel);
   for (const std::string* folder : {&options.model, &options.drafter}) {
     KDT_CHECK_ARGUMENT(folder->empty() || !is_shard_cache(*folder), *folder,
                        " is a pre-sharded cache already");

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "engine/engine.h"
+#include "engine/limits.h"
 
 namespace kdt {
 

@@ -5,6 +5,8 @@
 
 namespace kdt {
 
+inline constexpr int kMaxRanks = 64;
+
 struct Shard {
   int rank = 0;
   int size = 1;

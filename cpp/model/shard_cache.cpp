@@ -1,9 +1,6 @@
 #include "model/shard_cache.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -23,7 +20,6 @@ namespace fs = std::filesystem;
 constexpr const char* kTensorsFile = "kdtree_tensors.json";
 constexpr uint64_t kMaxTensorsBytes = 100'000'000;
 constexpr uint64_t kMaxShardsBytes = uint64_t{1} << 20;
-constexpr int kMaxRanks = 64;
 constexpr const char* kFormat = "kdtree pre-sharded cache";
 constexpr const char* kAgain = ": run kdtree shard again";
 
@@ -161,10 +157,10 @@ uint64_t hash_checkpoint(const std::string& folder) {
   for (const std::string& name : names) {
     const std::string path = folder + "/" + name;
     const InputFile file(path);
-    struct stat status{};
-    KDT_CHECK(stat(path.c_str(), &status) == 0, path,
-              ": cannot read its time: ", std::strerror(errno));
-    all += join(name, '\0', file.size(), ' ', fs::last_write_time(path).time_since_epoch().count());
+    std::error_code unknown;
+    const auto time = fs::last_write_time(path, unknown).time_since_epoch().count();
+    KDT_CHECK(!unknown, path, ": cannot read its time: ", unknown.message());
+    all += join(name, '\0', file.size(), ' ', time);
     uint64_t header_bytes = 0;
     if (name.ends_with(".safetensors") && file.size() >= sizeof(header_bytes)) {
       file.read(0, sizeof(header_bytes), &header_bytes);

@@ -292,6 +292,13 @@ void check_groups(const char* key, int64_t value, int64_t group, const Shard& sh
 
 }  // namespace
 
+void check_ranks(int tensor_parallel_size, bool expert_parallel) {
+  KDT_CHECK_ARGUMENT(tensor_parallel_size >= 1 && tensor_parallel_size <= kMaxRanks,
+                     "tensor_parallel_size is ", tensor_parallel_size, "; want 1 to ", kMaxRanks);
+  KDT_CHECK_ARGUMENT(tensor_parallel_size > 1 || !expert_parallel,
+                     "expert_parallel is true, but tensor_parallel_size is 1");
+}
+
 void check_shard(const ModelConfig& c, const Shard& shard) {
   if (shard.size == 1) return;
   check_divides("num_attention_heads", c.num_attention_heads, shard);

@@ -76,6 +76,9 @@ std::string weight_shape_fault(const std::string& tensor, const SafetensorsView&
 std::string weight_shape_fault(const TensorSource& source, const std::string& name,
                                const WeightSpec& spec);
 
+// Throws std::invalid_argument for a number of ranks that no model is cut into.
+void check_ranks(int tensor_parallel_size, bool expert_parallel);
+
 // Throws std::invalid_argument when the modules cannot be cut into that many slices, naming the key
 // of config.json.
 void check_shard(const ModelConfig& config, const Shard& shard);
