@@ -29,8 +29,8 @@ def shard(
     ] = "auto",
     num_threads: common.NumThreads = 0,
 ) -> None:
-    """Write a checkpoint's weights as each rank holds them in memory, so that later starts are
-    fast.
+    """Write a checkpoint's weights as each rank holds them in memory, so that later starts neither
+    cut nor pack them.
 
     The folder can be given as --model, with the same --tp and --expert-parallel and a device of the
     same kind; each rank then reads one file from its beginning to its end. It needs as much room
