@@ -99,6 +99,12 @@ py::dict describe(const DraftConfig& c) {
   return d;
 }
 
+// Throws what a signal handler raised.
+void not_interrupted() {
+  const GilAcquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 py::dict inspect(py::handle folder_in, py::handle verify_in) {
   const std::string folder = text("folder", folder_in);
   const bool verify = boolean("verify", verify_in);
@@ -164,6 +170,7 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
   options.tensor_parallel_size = integer<int>("tensor_parallel_size", tensor_parallel_size);
   options.expert_parallel = boolean("expert_parallel", expert_parallel);
   options.timeout_s = number("timeout_s", timeout_s);
+  options.interrupted = not_interrupted;
   if (!progress.is_none()) {
     KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
                        "; want a function or None");
@@ -342,7 +349,7 @@ void register_engine(py::module_& module) {
            py::arg("max_model_len") = 0, py::arg("max_num_seqs") = 8,
            py::arg("prefill_chunk_size") = 256, py::arg("latent_rms_norm_eps") = 0.0,
            py::arg("tensor_parallel_size") = 1, py::arg("expert_parallel") = false,
-           py::arg("timeout_s") = 600.0, py::arg("progress") = py::none())
+           py::arg("timeout_s") = 300.0, py::arg("progress") = py::none())
       .def(
           "add_request",
           [](SharedEngine& shared, py::handle prompt, py::handle options) {
@@ -358,10 +365,6 @@ void register_engine(py::module_& module) {
           [](SharedEngine& shared, py::handle prompt, py::handle options) {
             const std::vector<int64_t> ids = integers("prompt_token_ids", prompt);
             const RequestOptions request = request_options(options);
-            const auto not_interrupted = [] {
-              const GilAcquire acquire;
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-            };
             return shared.use(
                 [&](EngineGroup& e) { return e.generate(ids, request, not_interrupted); });
           },
@@ -370,7 +373,7 @@ void register_engine(py::module_& module) {
       .def("follow",
            [](SharedEngine& shared) {
              shared.use([](EngineGroup& e) {
-               e.follow();
+               e.follow(not_interrupted);
                return 0;
              });
            })

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -20,11 +21,17 @@ namespace kdt {
 // what that asks of the engine finds it in a call of its own thread.
 class SharedEngine {
  public:
-  explicit SharedEngine(const EngineOptions& options) : engine_(options) {}
+  explicit SharedEngine(const EngineOptions& options)
+      : engine_(std::make_unique<EngineGroup>(options)) {}
+  // Ranks may have to be waited for, and they may call Python.
+  ~SharedEngine() {
+    const GilRelease release;
+    engine_.reset();
+  }
 
   // For what is the same since loading.
-  const Engine& loaded() const { return engine_.first(); }
-  bool is_leader() const { return engine_.is_leader(); }
+  const Engine& loaded() const { return engine_->first(); }
+  bool is_leader() const { return engine_->is_leader(); }
 
   template <typename Call>
   auto use(const Call& call) {
@@ -35,26 +42,26 @@ class SharedEngine {
     const GilRelease release;
     const std::lock_guard lock(mutex_);
     const Caller caller(caller_);
-    for (const int64_t id : take_aborted()) engine_.abort(id);
-    return call(engine_);
+    for (const int64_t id : take_aborted()) engine_->abort(id);
+    return call(*engine_);
   }
 
   // Reads the engine, in a call of this thread too.
   template <typename Call>
   auto look(const Call& call) {
     check_process();
-    return in_own_call() ? call(engine_) : use(call);
+    return in_own_call() ? call(*engine_) : use(call);
   }
 
-  // Neither waits for a call nor throws: finalisers call it. While the engine is in a call the id
-  // is kept for the next one.
+  // Neither waits for a call nor throws: finalisers call it. While the engine is in a call, and
+  // where other processes have to hear of it, the id is kept for the next one.
   bool abort(int64_t id) {
     if (process_ != getpid()) return false;
-    if (!in_own_call()) {
+    if (!in_own_call() && !engine_->has_followers()) {
       const std::unique_lock lock(mutex_, std::try_to_lock);
       if (lock.owns_lock()) {
         try {
-          return engine_.abort(id);
+          return engine_->abort(id);
         } catch (const Error&) {  // the ranks' group has ended, and all requests with it
           return false;
         }
@@ -87,7 +94,7 @@ class SharedEngine {
     return std::exchange(aborted_, {});
   }
 
-  EngineGroup engine_;
+  std::unique_ptr<EngineGroup> engine_;
   const pid_t process_ = getpid();
   std::mutex mutex_;                     // of engine_
   std::atomic<std::thread::id> caller_;  // the thread in a call

@@ -3,9 +3,15 @@
 #include <cmath>
 
 #include "backend/checks.h"
+#include "io/xxh64.h"
 #include "model/synth.h"
 
 namespace kdt {
+namespace {
+
+constexpr size_t kMaxConfigBytes = 64 << 20;  // what has been read before
+
+}  // namespace
 
 Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
     : stream_(StreamOptions::from_environment()),
@@ -21,6 +27,9 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
       opened->use_direct_io();
     return opened;
   };
+  const auto text_of = [](const std::string& folder) {
+    return read_text_file(folder + "/config.json", kMaxConfigBytes);
+  };
   const auto make = [](const std::string& name, SynthSource::Part part) {
     uint64_t seed = 0;
     const SynthModel model = make_synth_model(parse_synth_name(name, seed));
@@ -30,9 +39,11 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
     auto [model, made] = make(options.model, SynthSource::Part::kTarget);
     config = model.config;
     source = std::move(made);
+    config_text_ = options.model;
   } else {
     config = load_model_config(options.model);
     source = open(options.model);
+    config_text_ = text_of(options.model);
   }
   if (options.latent_rms_norm_eps > 0) config.latent_rms_norm_eps = options.latent_rms_norm_eps;
   if (options.drafter.empty()) return;
@@ -41,17 +52,32 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
     auto [model, made] = make(options.drafter, SynthSource::Part::kDrafter);
     draft_config = model.drafter;
     draft_source = std::move(made);
+    config_text_ += options.drafter;
   } else {
     where += "/config.json";
     draft_config = load_draft_config(options.drafter);
     draft_source = open(options.drafter);
     draft_config.tensor_prefix = find_draft_prefix(*draft_source);
+    config_text_ += text_of(options.drafter);
   }
   check_draft_config(draft_config, config, where);
   KDT_CHECK(
       draft_config.block_size - 1 <= kMaxTreeDepth && draft_config.block_size <= kMaxTreeBudget,
       where, ": block_size is ", draft_config.block_size, "; this engine takes at most ",
       kMaxTreeDepth + 1);
+}
+
+uint64_t Checkpoints::fingerprint() const {
+  std::string text = config_text_;
+  for (const TensorSource* tensors : {source.get(), draft_source.get()}) {
+    if (tensors == nullptr) continue;
+    for (const auto& [name, view] : tensors->tensors()) {
+      text += join(name, ' ', view.dtype);
+      for (const int64_t size : view.shape) text += join(' ', size);
+      text += '\n';
+    }
+  }
+  return xxh64(text.data(), text.size());
 }
 
 LoadReport Checkpoints::load(LoadPlan& plan, RankGroup* group, const LoadProgress& progress) {

@@ -1,6 +1,7 @@
 // What the ranks of a process read of the checkpoints, once for all.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -22,8 +23,10 @@ struct EngineOptions {
   double latent_rms_norm_eps = 0;  // 0: as the checkpoint says
   int tensor_parallel_size = 1;
   bool expert_parallel = false;  // whole experts a rank instead of a slice of each
-  double timeout_s = 600;        // how long a rank waits for the others
+  double timeout_s = 300;        // how long a rank waits for the others
   LoadProgress progress;
+  // Called now and then by the caller's thread while several ranks load; may throw.
+  std::function<void()> interrupted;
 };
 
 struct Checkpoints {
@@ -39,6 +42,9 @@ struct Checkpoints {
   DraftConfig draft_config;
   std::unique_ptr<TensorSource> draft_source;  // null: no drafter
 
+  // Of config.json and the tensors' names and shapes: the same in all processes of a group.
+  uint64_t fingerprint() const;
+
   int64_t target_bytes() const { return bytes_to_load(*source, 0); }
   int64_t all_bytes() const {
     return target_bytes() + (draft_source ? bytes_to_load(*draft_source, 0) : 0);
@@ -46,6 +52,7 @@ struct Checkpoints {
 
  private:
   StreamOptions stream_;
+  std::string config_text_;  // of both config.json
   Loader loader_, draft_loader_;
 };
 

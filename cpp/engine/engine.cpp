@@ -1,17 +1,51 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <stdexcept>
 
 #include "backend/checks.h"
 #include "core/clock.h"
 #include "engine/limits.h"
+#include "io/xxh64.h"
 
 namespace kdt {
 
 Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std::string& device,
                int num_threads, RankGroup* group)
     : group_(group) {
+  try {
+    start(options, checkpoints, device, num_threads);
+  } catch (const std::invalid_argument&) {  // by all ranks alike
+    throw;
+  } catch (const std::exception& error) {
+    // Before the members end: that may take as long as another rank waits for this one.
+    if (group_ != nullptr) group_->abort(join("rank ", group_->rank(), ": ", error.what()));
+    throw;
+  }
+}
+
+void Engine::check_alike(const EngineOptions& o, const Checkpoints& checkpoints) {
+  const auto hash = [](const std::string& text) { return xxh64(text.data(), text.size()); };
+  const std::array<uint64_t, 3> mine = {
+      checkpoints.fingerprint(),
+      hash(join(o.max_model_len, ' ', o.max_num_seqs, ' ', o.prefill_chunk_size, ' ',
+                o.latent_rms_norm_eps, ' ', o.expert_parallel, ' ', o.drafter.empty())),
+      hash(backend_->info().isa + ' ' + backend_->weight_layout())};
+  std::vector<std::array<uint64_t, 3>> all(shard_.size);
+  group_->all_gather(mine.data(), sizeof(mine), all.data());
+  constexpr const char* kWhat[] = {"other files, config.json or tensors,", "other options",
+                                   "another kind of device"};
+  for (int rank = 1; rank < shard_.size; ++rank) {
+    for (size_t i = 0; i < mine.size(); ++i) {
+      KDT_CHECK(all[rank][i] == all[0][i], "rank ", rank, " has ", kWhat[i], " than rank 0");
+    }
+  }
+}
+
+void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
+                   const std::string& device, int num_threads) {
   KDT_CHECK_ARGUMENT(options.max_num_seqs >= 1 && options.max_num_seqs <= kMaxSequences,
                      "max_num_seqs is ", options.max_num_seqs, "; want 1 to ", kMaxSequences);
   KDT_CHECK_ARGUMENT(options.prefill_chunk_size >= 1 && options.prefill_chunk_size <= kMaxChunk,
@@ -23,6 +57,7 @@ Engine::Engine(const EngineOptions& options, Checkpoints& checkpoints, const std
   backend_ = make_backend(device, num_threads);
   if (group_ != nullptr) {
     shard_ = {group_->rank(), group_->size(), options.expert_parallel};
+    check_alike(options, checkpoints);
     communicator_ = backend_->make_communicator(*group_);
   }
   load(options, checkpoints);
@@ -100,13 +135,19 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
   };
   target_ = std::make_unique<TargetModel>(ranks, config_, *checkpoints.source, max_rows_,
                                           max_model_len_, draft_config.target_layer_ids);
+  // Nodes read their disks at their own pace.
+  const auto wait_for_all = [&] {
+    if (group_ != nullptr) group_->wait_for_all();
+  };
   load_report_ = checkpoints.load(*target_->take_plan(), group_, progress_from(0));
+  wait_for_all();
   target_cache_ = make_cache(*target_);
   if (checkpoints.draft_source) {
     draft_ = std::make_unique<DraftModel>(ranks, draft_config, *checkpoints.draft_source, max_rows_,
                                           max_num_seqs_, max_model_len_ + draft_config.block_size);
     load_report_.add(
         checkpoints.load(*draft_->take_plan(), group_, progress_from(checkpoints.target_bytes())));
+    wait_for_all();
     draft_cache_ = make_cache(*draft_);
   }
   if (options.progress && shard_.rank == 0) options.progress(model_bytes_, model_bytes_);

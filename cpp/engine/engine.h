@@ -68,6 +68,10 @@ class Engine {
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
 
  private:
+  void start(const EngineOptions& options, Checkpoints& checkpoints, const std::string& device,
+             int num_threads);
+  // Throws Error naming a rank that was given something else than rank 0.
+  void check_alike(const EngineOptions& options, const Checkpoints& checkpoints);
   void load(const EngineOptions& options, Checkpoints& checkpoints);
   Method checked_method(const RequestOptions& options) const;
   void check_token_ids(const char* name, const std::vector<int64_t>& token_ids) const;

@@ -58,12 +58,13 @@ EngineGroup::EngineGroup(const EngineOptions& options) : ranks_(std::make_shared
   };
   if (workers_) {
     for (int i = 0; i < local; ++i) ranks_->groups[i] = &workers_->rank(i);
-    workers_->run(make);
+    workers_->run(make, options.interrupted);
   } else {
     make(0);
   }
   ranks_->checkpoints.reset();
   ranks_->options.progress = nullptr;
+  ranks_->options.interrupted = nullptr;
 }
 
 EngineGroup::~EngineGroup() {
@@ -89,18 +90,20 @@ CommandResult EngineGroup::run(Command command) {
   return std::move(*result);
 }
 
-void EngineGroup::follow() {
+void EngineGroup::follow(const std::function<void()>& interrupted) {
   KDT_CHECK(!is_leader_, "this process leads: there is nobody to follow");
-  workers_->run([ranks = ranks_](int i) {
-    for (;;) {
-      const Command command = Command::decode(receive(*ranks->groups[i], ""));
-      if (command.kind == Command::Kind::kClose) return;
-      try {
-        run_command(*ranks->engines[i], command);
-      } catch (const std::invalid_argument&) {  // refused alike on all ranks; the leader tells
-      }
-    }
-  });
+  workers_->run(
+      [ranks = ranks_](int i) {
+        for (;;) {
+          const Command command = Command::decode(receive(*ranks->groups[i], ""));
+          if (command.kind == Command::Kind::kClose) return;
+          try {
+            run_command(*ranks->engines[i], command);
+          } catch (const std::invalid_argument&) {  // refused alike on all ranks; the leader tells
+          }
+        }
+      },
+      interrupted);
 }
 
 int64_t EngineGroup::add_request(const std::vector<int64_t>& prompt_token_ids,

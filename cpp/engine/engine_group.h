@@ -27,8 +27,10 @@ class EngineGroup {
   ~EngineGroup();
 
   bool is_leader() const { return is_leader_; }
-  // Does what rank 0's process does until that ends its group.
-  void follow();
+  // Does what rank 0's process does until that ends its group. `interrupted` is called now and then
+  // and may throw.
+  void follow(const std::function<void()>& interrupted = nullptr);
+  bool has_followers() const { return ranks_->has_followers; }
 
   // As Engine's.
   int64_t add_request(const std::vector<int64_t>& prompt_token_ids, const RequestOptions& options);

@@ -44,6 +44,7 @@ class LocalRank final : public RankGroup {
   void wait_for_leader(void* data, int64_t bytes) override {
     meet({Meeting::Kind::kFollow, bytes}, data, data);
   }
+  void wait_for_all() override { meet({Meeting::Kind::kWait, 0}, nullptr, nullptr); }
   void set_away(const std::string& reason) override {
     if (!forked()) meeting_->set_away(seat_, reason);
   }
@@ -100,7 +101,7 @@ std::string Meeting::names(const std::vector<int>& ranks, int size) {
 }
 
 std::string Meeting::describe(int rank, const Call& call) {
-  const char* kinds[] = {"all_gather", "broadcast", "wait_for_leader"};
+  const char* kinds[] = {"all_gather", "broadcast", "wait_for_leader", "wait_for_all"};
   return join("rank ", rank, " came to ", kinds[static_cast<int>(call.kind)], " with ", call.bytes,
               " bytes");
 }
@@ -170,7 +171,7 @@ bool Meeting::complete(Lock& lock) {
 void Meeting::meet(int seat, const Call& call, const void* mine, void* out) {
   Lock lock(mutex_);
   const uint64_t round = round_;
-  const bool timed = call.kind != Kind::kFollow || first + seat == 0;
+  const bool timed = call.kind != Kind::kWait && (call.kind != Kind::kFollow || first + seat == 0);
   for (const Seat& other : seats_) {
     if (!other.away.empty()) end(other.away);
   }

@@ -18,7 +18,7 @@ namespace kdt {
 
 class Meeting {
  public:
-  enum class Kind : uint8_t { kGather, kBroadcast, kFollow };
+  enum class Kind : uint8_t { kGather, kBroadcast, kFollow, kWait };
   // What the ranks must agree on.
   struct Call {
     Kind kind = Kind::kGather;

@@ -113,11 +113,28 @@ struct WorkerGroup::State {
     return text == ended ? text : name(first_failed) + ": " + text;
   }
 
+  // What the caller of run() threw while it waited.
+  std::exception_ptr interrupt;
+
+  void call(std::unique_lock<std::mutex>& lock, const std::function<void()>& meanwhile) {
+    if (!meanwhile || interrupt) return;
+    lock.unlock();
+    try {
+      meanwhile();
+    } catch (...) {
+      interrupt = std::current_exception();
+      ranks[0]->abort("the group was interrupted");
+    }
+    lock.lock();
+  }
+
   // True: all are done. False: some stay away for too long.
-  bool wait_for_all(std::unique_lock<std::mutex>& lock) {
+  bool wait_for_all(std::unique_lock<std::mutex>& lock, const std::function<void()>& meanwhile) {
     Time since = Time::max();  // when the ranks at work should have been done
     while (busy > 0) {
       changed.wait_for(lock, std::min<SteadyClock::duration>(kLook, seconds(timeout_s())));
+      if (busy == 0) break;
+      call(lock, meanwhile);
       if (busy == 0) break;
       if (busy < static_cast<int>(workers.size())) {
         since = last_done;
@@ -214,7 +231,7 @@ void WorkerGroup::work(const std::shared_ptr<State>& state, int i) {
   state->changed.notify_all();
 }
 
-void WorkerGroup::run(std::function<void(int)> body) {
+void WorkerGroup::run(std::function<void(int)> body, const std::function<void()>& meanwhile) {
   KDT_CHECK(process_ == getpid(), "the ranks are threads of process ", process_,
             ", from which this one was forked");
   KDT_CHECK(working_for != state_.get(), "a rank cannot run anything on its own group");
@@ -226,11 +243,16 @@ void WorkerGroup::run(std::function<void(int)> body) {
   for (State::Worker& worker : state.workers) worker = {true, false, nullptr};
   state.body = std::make_shared<const std::function<void(int)>>(std::move(body));
   state.first_failed = -1;
+  state.interrupt = nullptr;
   state.busy = size();
   ++state.job;
   state.wake.notify_all();
-  const bool all_done = state.wait_for_all(lock);
+  const bool all_done = state.wait_for_all(lock, meanwhile);
   state.body.reset();
+  if (all_done && state.interrupt) {
+    state.failure = state.ranks[0]->aborted();
+    std::rethrow_exception(std::exchange(state.interrupt, nullptr));
+  }
   if (all_done) {
     if (state.first_failed < 0) return;
     // A group of one has nobody whom it could be out of step with.

@@ -37,11 +37,14 @@ class WorkerGroup {
   // that ranks which wait for each other wake; thrown is Error with the first cause, "rank R: ..."
   // unless that is already the group's own, now and by later runs.
   //
+  // `meanwhile`, if there is one, is called now and then by the caller's thread; what it throws
+  // ends the group and is thrown when the ranks are done.
+  //
   // A rank that works on for longer than the time-out, while another is done or the group has
   // ended, is given up: the group ends with an Error naming it. Its thread stays behind with its
   // copy of `body` and its RankGroup, which are never freed unless it comes back. `body` must
   // therefore own what it uses, by shared_ptr, or refer to what is never freed.
-  void run(std::function<void(int)> body);
+  void run(std::function<void(int)> body, const std::function<void()>& meanwhile = nullptr);
 
  private:
   struct State;

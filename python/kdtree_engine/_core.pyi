@@ -94,7 +94,7 @@ class Engine:
         latent_rms_norm_eps: float = 0.0,  # 0: as the checkpoint says
         tensor_parallel_size: int = 1,  # ranks, each a thread with its part of the models
         expert_parallel: bool = False,  # whole experts a rank instead of a slice of each
-        timeout_s: float = 600.0,  # how long a rank waits for the others
+        timeout_s: float = 300.0,  # how long a rank waits for the others
         progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
     @property
@@ -228,6 +228,22 @@ def bench_ops(device: str, only: str = "") -> list[dict[str, Any]]:
 
     op, shape, us, bytes (read once), operations. `only`: moe_experts,
     mla_attention, choice or linear.
+    """
+
+def bench_rank(
+    model: str,
+    *,
+    device: str,
+    tensor_parallel_size: int,
+    rows: list[int],
+    context: int,
+) -> dict[str, Any]:
+    """A forward pass of `rows` rows each on the ranks, and on rank 0 alone with its part of them.
+
+    isa, communication, hidden_size, num_all_reduces (of a pass), load_bytes, load_seconds, times (a
+    list of dicts: rows and, in microseconds, alone_us, ranks_us and all_reduce_us of a single sum).
+    `model` is a checkpoint folder or a name such as "synth:tiny,layers=3". ValueError names the
+    argument.
     """
 
 # Ops of the CPU back end on numpy arrays, for tests and study (see docs/architecture.md).

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,6 +147,29 @@ def test_bad_variables_are_named(variables: dict[str, str], message: str, start:
     process = start([*GENERATE, "--tp", "2", PROMPT], **(master(2) | variables))
     status, _, err = finish(process)
     assert status != 0 and message in err and "Traceback" not in err
+
+
+def test_processes_that_were_given_different_things(start: Start, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(BUNDLED, other)
+    config = json.loads((other / "config.json").read_text())
+    config["routed_scaling_factor"] = 2.5
+    (other / "config.json").write_text(json.dumps(config))
+    cases = [
+        (["--max-model-len", "512"], "rank 1 has other options than rank 0"),
+        (["--model", str(other)], "rank 1 has other files, config.json or tensors, than rank 0"),
+    ]
+    for different, message in cases:
+        shared = master(2)
+        processes = [
+            start(
+                [*GENERATE, "--tp", "2", *(different if rank else []), PROMPT], RANK=rank, **shared
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            status, _, err = finish(process)
+            assert status == 1 and message in err, err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -158,7 +158,14 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for _ in range(10):
-        process = command("shard", str(BUNDLED), "--out", str(out))
+        # A shell that starts us in the background has SIGINT ignored.
+        process = command(
+            "shard",
+            str(BUNDLED),
+            "--out",
+            str(out),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         deadline = time.monotonic() + 60
         while not (tmp_path / "out.partial").exists() and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -1,5 +1,7 @@
 """Ranks that share a model: the tokens of each method are those of plain decoding at every size."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -188,6 +190,20 @@ def test_a_rank_that_stalls_ends_all_within_the_timeout() -> None:
         make(BUNDLED, 2, progress=stalls, timeout_s=1.0)
     assert time.monotonic() - start < 4.5
     time.sleep(5)  # until the thread that was left behind has gone
+
+
+def test_an_interrupt_ends_loading() -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            make(BUNDLED, 2, progress=lambda done, total: time.sleep(1))
+        assert time.monotonic() - start < 10
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_ranks_come_and_go(wide_model: Path) -> None:

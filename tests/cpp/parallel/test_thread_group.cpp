@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <limits>
 #include <optional>
+#include <thread>
 
 #include "check.h"
 #include "core/clock.h"
@@ -115,6 +117,16 @@ KDT_TEST(leader_that_takes_long) {
     if (word == 42) ++right;
   });
   EXPECT_EQ(right.load(), 3);
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+KDT_TEST(work_of_any_length_before_an_untimed_barrier) {
+  const Ranks ranks = make_thread_group(3, 0.2);
+  const auto errors = run_ranks(ranks, [&](RankGroup& group) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(group.rank() == 1 ? 700 : 0));
+    group.wait_for_all();
+    group.barrier();
+  });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 

@@ -229,6 +229,25 @@ KDT_TEST(long_work_of_all_is_no_stall) {
   });
 }
 
+KDT_TEST(callers_interrupt_ends_the_group_and_is_thrown) {
+  WorkerGroup group(2, 60);
+  const Clock clock;
+  std::string caught;
+  try {
+    group.run(
+        [&](int i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(i == 0 ? 300 : 0));
+          group.rank(i).barrier();
+        },
+        [] { throw std::out_of_range("enough"); });
+  } catch (const std::out_of_range& error) {
+    caught = error.what();
+  }
+  EXPECT_EQ(caught, "enough");
+  EXPECT(clock.ms() < 10'000);
+  EXPECT_THROWS("the group was interrupted", group.run([](int) {}));
+}
+
 KDT_TEST(run_from_a_rank) {
   WorkerGroup workers(2, kLong);
   EXPECT(holds(fault(workers, [&](int) { workers.run([](int) {}); }),
