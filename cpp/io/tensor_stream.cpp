@@ -23,7 +23,7 @@ constexpr auto kLook = std::chrono::milliseconds(100);
 
 int64_t environment_number(const char* name, int64_t otherwise, int64_t least, int64_t most) {
   const char* text = std::getenv(name);
-  if (text == nullptr) return otherwise;
+  if (text == nullptr || *text == '\0') return otherwise;
   int64_t value = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, value);

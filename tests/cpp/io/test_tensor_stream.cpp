@@ -379,8 +379,12 @@ KDT_TEST(options_of_the_environment) {
   EXPECT(read("KDTREE_DIRECT_IO", "1").direct_io == true);
   EXPECT(read("KDTREE_DIRECT_IO", "0").direct_io == false);
   EXPECT(!StreamOptions::from_environment().direct_io.has_value());
+  // Empty is not set.
+  EXPECT_EQ(read("KDTREE_READERS", "").num_readers, StreamOptions().num_readers);
+  EXPECT_EQ(read("KDTREE_LOAD_BUFFER_BYTES", "").buffer_bytes, StreamOptions().buffer_bytes);
+  EXPECT(!read("KDTREE_DIRECT_IO", "").direct_io.has_value());
   for (const char* name : {"KDTREE_READERS", "KDTREE_LOAD_BUFFER_BYTES", "KDTREE_DIRECT_IO"}) {
-    for (const char* value : {"", "x", "-1", "1.5", "4 ", "99999999999999999999"})
+    for (const char* value : {"x", "-1", "1.5", "4 ", "99999999999999999999"})
       EXPECT_THROWS(join(name, " is '", value, "' in the environment; want "), read(name, value));
   }
   EXPECT_THROWS("want 1 to 256", read("KDTREE_READERS", "0"));
