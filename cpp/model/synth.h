@@ -27,6 +27,8 @@ class SynthSource final : public TensorSource {
   enum class Part { kTarget, kDrafter };
 
   SynthSource(const SynthModel& model, Part part, uint64_t seed);
+  SynthSource(const SynthSource&) = delete;  // entries_ points into the maps
+  SynthSource& operator=(const SynthSource&) = delete;
 
   // Their offsets count through the data of all shards, one after the other.
   const std::map<std::string, SafetensorsView>& tensors() const override { return tensors_; }

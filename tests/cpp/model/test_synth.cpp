@@ -4,6 +4,7 @@
 #include <numeric>
 #include <set>
 #include <thread>
+#include <type_traits>
 
 #include "check.h"
 #include "core/dtype.h"
@@ -16,6 +17,10 @@ using namespace kdt;
 using Part = SynthSource::Part;
 
 namespace {
+
+// It points into itself.
+static_assert(!std::is_copy_constructible_v<SynthSource> &&
+              !std::is_copy_assignable_v<SynthSource>);
 
 SynthSource target(const SynthOptions& options, uint64_t seed = 0) {
   return SynthSource(make_synth_model(options), Part::kTarget, seed);
