@@ -16,14 +16,18 @@ namespace {
 
 constexpr int64_t kFloat = 4, kBFloat16 = 2;
 
-// Bytes of out * in values of a module once loaded.
-int64_t bytes_of(const std::string& name, const WeightSpec& spec, int64_t out, int64_t in,
+// Bytes of a module's slice once loaded. Throws std::invalid_argument for one that cannot be.
+int64_t bytes_of(const std::string& name, const WeightSpec& spec, const Shard& shard,
                  const TensorSource& tensors) {
+  const int64_t out = spec.local_out(shard), in = spec.local_in(shard);
   if (spec.kind == WeightSpec::Kind::kVector) return out * kFloat;
   const SafetensorsView* plain = tensors.find(name + ".weight");
   // One that is missing is counted as config.json lets it be.
   const bool int4 = plain == nullptr && spec.int4;
-  if (int4) return out * (in / 2) + out * (in / 32) * kBFloat16;
+  if (int4) {
+    check_int4_slice(name, in, shard);
+    return out * (in / 2) + out * (in / 32) * kBFloat16;
+  }
   return out * in * (plain != nullptr && plain->dtype == "F32" ? kFloat : kBFloat16);
 }
 
@@ -34,9 +38,8 @@ void add_weights(const WeightSpecs& specs, const TensorSource& tensors, const Sh
     const std::string part = part_of_tensor(name + ".");
     // Whole experts, the same number on every rank, or a slice of each.
     const bool whole = part == "experts" && shard.expert_parallel;
-    const Shard cut = whole ? Shard{} : shard;
-    const int64_t bytes = bytes_of(name, spec, spec.local_out(cut), spec.local_in(cut), tensors);
-    by_part[only_part != nullptr ? only_part : part] += bytes;
+    by_part[only_part != nullptr ? only_part : part] +=
+        bytes_of(name, spec, whole ? Shard{} : shard, tensors);
   }
   if (shard.expert_parallel && by_part.contains("experts")) by_part["experts"] /= shard.size;
 }
@@ -145,12 +148,13 @@ MemoryPlan plan_memory(const ModelConfig& config, const TensorSource& tensors,
   try {
     check_shard(config, shard);
     if (drafter != nullptr) check_shard(*drafter, shard);
+    add_weights(target_weight_specs(config, tensors), tensors, shard, nullptr,
+                plan.weights_by_part);
   } catch (const std::invalid_argument& error) {
+    plan.weights_by_part.clear();
     plan.faults.push_back(error.what());
     return plan;
   }
-
-  add_weights(target_weight_specs(config, tensors), tensors, shard, nullptr, plan.weights_by_part);
   // A tied head is the embedding once more, in the layout of a product.
   if (config.tie_word_embeddings) plan.weights_by_part["head"] = plan.weights_by_part["embedding"];
   int64_t kv_heads = 0;

@@ -70,10 +70,16 @@ DType LoadPlan::dtype(const std::string& name) const {
 MatrixShape LoadPlan::shape(const std::string& name, const Shard& shard) const {
   const WeightSpec& s = spec(name);
   const MatrixShape shape{s.local_out(shard), s.local_in(shard), dtype(name)};
-  KDT_CHECK_ARGUMENT(shape.dtype != DType::kInt32 || shape.in_features % 32 == 0,
-                     "tensor_parallel_size is ", shard.size, ": a slice of ", name, " would have ",
-                     shape.in_features, " columns, no multiple of the int4 group_size 32");
+  if (shape.dtype == DType::kInt32) check_int4_slice(name, shape.in_features, shard);
   return shape;
+}
+
+void LoadPlan::make(LoadItem& item) const {
+  try {
+    item.make();
+  } catch (const Error& error) {
+    throw Error(join(source_.name(), ": ", item.name, ": ", error.what()));
+  }
 }
 
 HostMatrix LoadPlan::slice(const std::string& name, const HostMatrix& whole,

@@ -53,6 +53,8 @@ class LoadPlan {
   const WeightSpec& spec(const std::string& name) const;
   // Of a module's values once loaded: kFloat32, kBFloat16 or kInt32 (int4).
   DType dtype(const std::string& name) const;
+  // LoadItem::make with the names of the source and the item in what it throws.
+  void make(LoadItem& item) const;
   std::vector<LoadItem>& items() { return items_; }
   const std::vector<LoadItem>& items() const { return items_; }
   Backend& backend() const { return backend_; }

@@ -168,13 +168,7 @@ void Loader::fill(LoadPlan& plan, Shared& shared, int index, RankGroup* group,
                      " took no more weights for ", group->timeout_s(), " s"));
   };
   // Before the first value, so that what does not fit is known soon.
-  for (LoadItem& item : plan.items()) {
-    try {
-      item.make();
-    } catch (const Error& error) {
-      throw Error(join(plan.source().name(), ": ", item.name, ": ", error.what()));
-    }
-  }
+  for (LoadItem& item : plan.items()) plan.make(item);
   std::vector<LoadPart*> parts;
   for (LoadItem& item : plan.items()) {
     for (LoadPart& part : item.parts) parts.push_back(&part);

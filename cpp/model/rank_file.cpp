@@ -166,7 +166,7 @@ std::vector<RankItem> rank_items(LoadPlan& plan) {
   std::vector<RankItem> items;
   for (LoadItem& planned : plan.items()) {
     RankItem item{planned.name, {}};
-    planned.make();
+    plan.make(planned);
     for (const Tensor& tensor : planned.memory())
       item.pieces.push_back({.bytes = static_cast<uint64_t>(tensor.bytes())});
     planned.drop();
@@ -320,7 +320,7 @@ void RankFile::load(LoadPlan& plan, const LoadProgress& progress) const {
   const auto make_to = [&](size_t index) {
     for (; made <= index; ++made) {
       const RankItem& item = items_[made];
-      planned[made].make();
+      plan.make(planned[made]);
       memory = planned[made].memory();
       bool same = memory.size() == item.pieces.size();
       for (size_t p = 0; same && p < memory.size(); ++p)

@@ -299,6 +299,12 @@ void check_ranks(int tensor_parallel_size, bool expert_parallel) {
                      "expert_parallel is true, but tensor_parallel_size is 1");
 }
 
+void check_int4_slice(const std::string& name, int64_t columns, const Shard& shard) {
+  KDT_CHECK_ARGUMENT(columns % 32 == 0, "tensor_parallel_size is ", shard.size, ": a slice of ",
+                     name, " would have ", columns,
+                     " columns, no multiple of the int4 group_size 32");
+}
+
 void check_shard(const ModelConfig& c, const Shard& shard) {
   if (shard.size == 1) return;
   check_divides("num_attention_heads", c.num_attention_heads, shard);

@@ -79,6 +79,9 @@ std::string weight_shape_fault(const TensorSource& source, const std::string& na
 // Throws std::invalid_argument for a number of ranks that no model is cut into.
 void check_ranks(int tensor_parallel_size, bool expert_parallel);
 
+// Throws std::invalid_argument when a rank's `columns` of an int4 module are no whole groups.
+void check_int4_slice(const std::string& name, int64_t columns, const Shard& shard);
+
 // Throws std::invalid_argument when the modules cannot be cut into that many slices, naming the key
 // of config.json.
 void check_shard(const ModelConfig& config, const Shard& shard);

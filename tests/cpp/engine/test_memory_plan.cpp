@@ -113,6 +113,38 @@ KDT_TEST(what_does_not_divide_is_told) {
   EXPECT_EQ(plan.weights, int64_t{0});
 }
 
+// What no key of config.json tells: the model's own plan refuses it in the same words.
+KDT_TEST(slices_that_are_no_whole_groups_are_told) {
+  SynthModel made = make_synth_model({.like = "tiny"});
+  made.config.v_head_dim = 16;
+  const ModelConfig& config = made.config;
+  const std::string o_proj = config.tensor_prefix + "layers.0.self_attn.o_proj";
+  // A checkpoint whose o_proj is int4.
+  struct Int4 : TensorSource {
+    std::map<std::string, SafetensorsView> views;
+    std::string called = "int4";
+    const std::map<std::string, SafetensorsView>& tensors() const override { return views; }
+    const std::string& name() const override { return called; }
+    void read_range(const InputFile*, uint64_t, uint64_t, void*) const override {}
+  } tensors;
+  const SynthSource source(made, SynthSource::Part::kTarget, 0);
+  tensors.views = source.tensors();
+  const int64_t out = config.hidden_size, in = config.num_attention_heads * config.v_head_dim;
+  tensors.views.erase(o_proj + ".weight");
+  tensors.views[o_proj + ".weight_packed"] = {"I32", {out, in / 8}, nullptr, 0, 0};
+  tensors.views[o_proj + ".weight_scale"] = {"BF16", {out, in / 32}, nullptr, 0, 0};
+  const int size = static_cast<int>(config.num_attention_heads);
+  const std::string fault = join("tensor_parallel_size is ", size, ": a slice of ", o_proj,
+                                 " would have 16 columns, no multiple of the int4 group_size 32");
+  const MemoryPlan plan =
+      plan_memory(config, tensors, nullptr, nullptr, {.tensor_parallel_size = size});
+  EXPECT_EQ(plan.faults.size(), size_t{1});
+  EXPECT(!plan.faults.empty() && plan.faults[0].starts_with(fault));
+  EXPECT_EQ(plan.weights, int64_t{0});
+  const auto backend = make_backend("cpu", 1);
+  EXPECT_THROWS(fault, TargetModel({*backend, {0, size}}, config, tensors, 1, 1, {}));
+}
+
 KDT_TEST(bad_options_are_named) {
   EXPECT_THROWS("tensor_parallel_size is 0", plan_k26({.tensor_parallel_size = 0}));
   EXPECT_THROWS("expert_parallel is true", plan_k26({.expert_parallel = true}));
