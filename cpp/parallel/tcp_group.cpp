@@ -131,6 +131,26 @@ class TcpMeeting final : public Meeting {
   }
 
   // ---------------------------------------------------------------- exchanges
+  // A result is on its way while this lives, without the mutex. The end of the group waits for it,
+  // so it must not outlive a fault.
+  class Sending {
+   public:
+    Sending(TcpMeeting& meeting, Lock& lock) : meeting_(meeting), lock_(lock) {
+      meeting_.sending_ = true;
+      lock_.unlock();
+    }
+    ~Sending() {
+      lock_.lock();
+      meeting_.sending_ = false;
+      meeting_.changed_.notify_all();
+    }
+    Sending(const Sending&) = delete;
+
+   private:
+    TcpMeeting& meeting_;
+    Lock& lock_;
+  };
+
   static int64_t blocks_of(const Call& call, int ranks) {
     return call.bytes * (call.kind == Kind::kGather ? ranks : 1);
   }
@@ -196,12 +216,10 @@ class TcpMeeting final : public Meeting {
     header.frame = Frame::kResult;
     header.round = round_;
     const Time limit = after_timeout();
-    sending_ = true;
-    lock.unlock();
-    for (Peer& peer : peers_) send_frame(peer, header, call, all, limit);
-    lock.lock();
-    sending_ = false;
-    changed_.notify_all();
+    {
+      const Sending sending(*this, lock);
+      for (Peer& peer : peers_) send_frame(peer, header, call, all, limit);
+    }
     hand_out(all);
     return true;
   }
@@ -347,7 +365,7 @@ class TcpMeeting final : public Meeting {
   bool is_valid(const Header& header) const {
     const auto call_frame = leads_ ? Frame::kCall : Frame::kResult;
     const Call call{header.kind, header.call_bytes};
-    if (header.magic != Header().magic || header.kind > Kind::kFollow || header.call_bytes < 0 ||
+    if (header.magic != Header().magic || header.kind > Kind::kWait || header.call_bytes < 0 ||
         header.call_bytes > kMostBytes / size) {
       return false;
     }

@@ -1,5 +1,8 @@
 // Ranks in several processes: what they exchange, and how a group ends.
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <new>
 
 #include "check.h"
 #include "core/clock.h"
@@ -7,6 +10,18 @@
 #include "parallel/processes.h"
 #include "parallel/tcp_group.h"
 #include "parallel/worker_group.h"
+
+// Allocations of this thread until one fails; -1: none does.
+static thread_local int allocations_left = -1;
+
+// Inlined, one of a pair would be malloc or free to the compiler, and a mismatch.
+__attribute__((noinline)) void* operator new(size_t bytes) {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  if (void* memory = std::malloc(std::max<size_t>(bytes, 1))) return memory;
+  throw std::bad_alloc();
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace kdt::test {
 namespace {
@@ -78,6 +93,51 @@ KDT_TEST(killed_process) {
       EXPECT(holds(text, join(":", processes.pid(victim), ") has gone")));
     }
     EXPECT(clock.ms() < 5000);
+  }
+}
+
+// Whatever process 0 has no memory for, the group ends and can be left.
+KDT_TEST(no_memory_in_the_midst_of_an_exchange) {
+  int failed = 0, right = 0;
+  for (int n = 0; n < 12; ++n) {
+    const int port = next_master_port();
+    Processes processes(2, [&](int rank) {
+      auto group = make_tcp_group(launch_of(rank, 2, port), kLong);
+      group->barrier();
+      std::vector<char> word(1000, static_cast<char>(rank));
+      std::string text = "right";
+      allocations_left = rank == 0 ? n : -1;
+      try {
+        group->broadcast(word.data(), static_cast<int64_t>(word.size()));
+      } catch (const std::exception&) {
+        text = "failed";
+      }
+      allocations_left = -1;
+      group->abort("over");
+      group.reset();
+      return text;
+    });
+    const std::string text = processes.result(0);
+    failed += text == "failed" ? 1 : 0;
+    right += text == "right" ? 1 : 0;
+    EXPECT(!processes.result(1).empty());
+  }
+  EXPECT_EQ(failed + right, 12);
+  EXPECT(failed > 1 && right > 0);
+}
+
+KDT_TEST(work_of_any_length_before_an_untimed_barrier) {
+  for (int late : {0, 2}) {
+    const int port = next_master_port();
+    Processes processes(3, [&](int rank) {
+      const auto group = make_tcp_group(launch_of(rank, 3, port), 1);
+      group->barrier();
+      if (rank == late) sleep_ms(2500);
+      group->wait_for_all();
+      group->barrier();
+      return std::string("came back");
+    });
+    for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(processes.result(rank), "came back");
   }
 }
 
