@@ -71,6 +71,7 @@ Command Command::decode(const std::string& bytes) {
       take(&field, sizeof(field));
     }
   });
+  KDT_CHECK(command.kind <= Kind::kClose, "a call of number ", static_cast<int>(command.kind));
   KDT_CHECK(at == bytes.size(), "a call of ", bytes.size(), " bytes, want ", at);
   return command;
 }
