@@ -10,6 +10,7 @@ import typer
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_bench import bench
 from kdtree_engine.cli_bench_ops import bench_ops
+from kdtree_engine.cli_bench_rank import bench_rank
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
 from kdtree_engine.cli_shard import shard
@@ -32,6 +33,7 @@ Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help='Text to continue;
 _bench = typer.Typer(rich_markup_mode=None)
 _bench.callback(invoke_without_command=True)(bench)
 _bench.command("ops")(bench_ops)
+_bench.command("rank")(bench_rank)
 app.add_typer(_bench, name="bench")
 app.command()(chat)
 app.command()(synth)

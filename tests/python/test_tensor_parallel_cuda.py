@@ -1,7 +1,7 @@
 """Ranks on GPUs, several on one or one each, or on the emulated GPU of a build for that.
 
 Skipped without a GPU; with KDT_REQUIRE_DEVICE=1 that is a failure. KDT_LARGE_CASES=1 adds the
-bundled model; what needs two GPUs is skipped where there is one.
+bundled model; what needs more GPUs than there are is skipped.
 """
 
 import ast
@@ -25,15 +25,17 @@ if not hasattr(_core, "op_linear"):
     pytest.skip("the compiled module is not built", allow_module_level=True)
 
 pytestmark = pytest.mark.cuda
+WIDE = "synth:kimi-k2.6,layers=2"
 LARGE = os.environ.get("KDT_LARGE_CASES") == "1"
 large = pytest.mark.skipif(not LARGE, reason="KDT_LARGE_CASES=1 runs it")
 
 
-def make(folder: Path, ranks: int, device: str, **options: Any) -> Any:
+def make(folder: Path | str, ranks: int, device: str, **options: Any) -> Any:
     # A drafter's costs are measured at load, which takes minutes where the GPU is emulated.
+    drafter = folder if isinstance(folder, str) else str(folder / "drafter")
     return _core.Engine(
         str(folder),
-        str(folder / "drafter") if LARGE else None,
+        drafter if LARGE else None,
         device,
         tensor_parallel_size=ranks,
         **{"max_model_len": 512, "timeout_s": 60.0, **options},
@@ -56,12 +58,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def has_two_gpus(folder: Path) -> bool:
+def need_gpus(folder: Path, count: int) -> None:
     try:
-        make(folder, 1, "cuda:1", max_model_len=64)
+        make(folder, 1, f"cuda:{count - 1}", max_model_len=64)
     except (RuntimeError, ValueError):
-        return False
-    return True
+        pytest.skip(f"there are fewer than {count} GPUs")
 
 
 def ids_of(engine: Any, seed: int, n: int) -> list[int]:
@@ -119,21 +120,46 @@ def test_the_bundled_model_on_one_gpu(tiny: Path, ranks: int) -> None:
 
 @large
 @pytest.mark.parametrize("way", ["push", "nccl", "auto"])
-def test_a_rank_on_each_of_two_gpus(
-    tiny: Path, alone: Any, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_on_each_gpu(
+    tiny: Path, alone: Any, ranks: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_two_gpus(tiny):
-        pytest.skip("there is one GPU")
+    need_gpus(tiny, ranks)
     monkeypatch.setenv("KDTREE_ALL_REDUCE", way)
-    check(make(tiny, 2, "cuda"), alone)
-    check(make(default_model(), 2, "cuda"), make(default_model(), 1, "cuda:0"), n=128)
+    check(make(tiny, ranks, "cuda"), alone)
+    if ranks <= 4:  # the bundled model has four heads
+        check(make(default_model(), ranks, "cuda"), make(default_model(), 1, "cuda:0"), n=128)
+
+
+@large
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_whole_experts_on_each_gpu(tiny: Path, alone: Any, ranks: int) -> None:
+    need_gpus(tiny, ranks)
+    check(make(tiny, ranks, "cuda", expert_parallel=True), alone)
+
+
+@pytest.fixture(scope="module")
+def wide_alone() -> Iterator[Any]:
+    """Kimi K2.6's width: a dense layer and one of experts, 17 GB."""
+    yield make(WIDE, 1, "cuda:0", max_num_seqs=1)
+
+
+@large
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_model_of_real_width(tiny: Path, request: pytest.FixtureRequest, ranks: int) -> None:
+    need_gpus(tiny, ranks)
+    alone = request.getfixturevalue("wide_alone")
+    engine = make(WIDE, ranks, "cuda", max_num_seqs=1)
+    check(engine, alone)
+    assert engine.stats()["load_bytes"] == engine.stats()["model_bytes"]  # each once
 
 
 # In each process: tokens by both methods, or requests without end.
 PROGRAM = """
 import sys
 from kdtree_engine import LLM, SamplingParams
-llm = LLM(device="cuda", tensor_parallel_size=2, rank_timeout=20)
+mode, ranks, model = sys.argv[1:]
+llm = LLM(model, device="cuda", tensor_parallel_size=int(ranks), rank_timeout=20)
 print(llm.stats()["communication"], file=sys.stderr, flush=True)
 params = SamplingParams(max_tokens=64, ignore_eos=True)
 while True:
@@ -142,26 +168,26 @@ while True:
         for method in ("none", "ddtree")
     ]
     print(repr(texts), flush=True)
-    if sys.argv[1] == "once":
+    if mode == "once":
         break
 """
 
 
 @pytest.fixture
-def processes(tiny: Path) -> Iterator[Callable[[str], list["subprocess.Popen[str]"]]]:
-    if not has_two_gpus(tiny):
-        pytest.skip("there is one GPU")
+def processes(tiny: Path) -> Iterator[Callable[[str, int], list["subprocess.Popen[str]"]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(mode: str) -> list["subprocess.Popen[str]"]:
+    def start(mode: str, ranks: int) -> list["subprocess.Popen[str]"]:
+        need_gpus(tiny, ranks)
+        model = default_model() if ranks <= 4 else tiny
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = min(probe.getsockname()[1], 65000)
-        for rank in range(2):
+        for rank in range(ranks):
             env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            command = [sys.executable, "-c", PROGRAM, mode]
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            command = [sys.executable, "-c", PROGRAM, mode, str(ranks), str(model)]
             pipe = subprocess.PIPE
             started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
         return started
@@ -173,26 +199,32 @@ def processes(tiny: Path) -> Iterator[Callable[[str], list["subprocess.Popen[str
 
 
 @large
-def test_a_process_for_each_of_two_gpus(processes: Callable[..., Any]) -> None:
-    first, second = processes("once")
-    out, err = first.communicate(timeout=90)
-    assert (first.returncode, second.wait(timeout=30)) == (0, 0), err + second.stderr.read()
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_process_for_each_gpu(processes: Callable[..., Any], ranks: int) -> None:
+    first, *others = processes("once", ranks)
+    out, err = first.communicate(timeout=120)
+    ends = [first.returncode, *(process.wait(timeout=30) for process in others)]
+    assert not any(ends), err + "".join(process.stderr.read() for process in others)
     plain, tree = ast.literal_eval(out)
     assert plain == tree
     assert "nccl" in err.lower()
 
 
 @large
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_the_other(processes: Callable[..., Any], killed: int) -> None:
-    ranks = processes("for ever")
-    assert ranks[0].stdout.readline()  # all is running
-    ranks[killed].kill()
+@pytest.mark.parametrize(("ranks", "killed"), [(2, 0), (2, 1), (4, 3), (8, 5)])
+def test_a_killed_process_ends_the_others(
+    processes: Callable[..., Any], ranks: int, killed: int
+) -> None:
+    group = processes("for ever", ranks)
+    assert group[0].stdout.readline()  # all is running
+    group[killed].kill()
     start = time.monotonic()
-    other = ranks[1 - killed]
-    _, err = other.communicate(timeout=60)
-    assert other.returncode == 1, err
-    assert f"rank {killed}" in err
+    for rank, process in enumerate(group):
+        if rank == killed:
+            continue
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1, err
+        assert f"rank {killed}" in err
     assert time.monotonic() - start < 40
 
 

@@ -73,10 +73,15 @@ KDT_TEST(nccl_with_one_rank) {
   }
 }
 
-KDT_TEST(nccl_with_a_device_a_rank) {
-  if (!on_gpu() || cuda::device_count() < 2 || !has_nccl()) return;
+std::vector<std::string> all_devices() {
   std::vector<std::string> devices;
   for (int i = 0; i < cuda::device_count(); ++i) devices.push_back(join("cuda:", i));
+  return devices;
+}
+
+KDT_TEST(nccl_with_a_device_a_rank) {
+  if (!on_gpu() || cuda::device_count() < 2 || !has_nccl()) return;
+  const std::vector<std::string> devices = all_devices();
   for (const char* asked : {"nccl", "auto"}) {
     const Way way(asked);
     for (const Body& body :
@@ -144,6 +149,11 @@ KDT_TEST(times) {
     std::printf("  KDTREE_ALL_REDUCE=%s\n", asked);
     expect_on_ranks({1, 2, 4}, time_calls);
   }
+  if (cuda::device_count() < 2 || !has_nccl()) return;
+  const Way way("nccl");
+  std::printf("  KDTREE_ALL_REDUCE=nccl\n");
+  for (const std::string& error : run_on(all_devices(), 60, time_calls))
+    EXPECT_EQ(error, std::string());
 }
 
 }  // namespace
