@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 #include <vector>
 
 #include "engine/checkpoints.h"
@@ -34,11 +36,57 @@ std::string gigabytes(uint64_t bytes) {
   return out.str();
 }
 
+bool is_rank_file_name(const std::string& name) {
+  int rank = 0, size = 0;
+  return std::sscanf(name.c_str(), "rank-%4d-of-%4d.kdts", &rank, &size) == 2 &&
+         name == rank_file_name(rank, size);
+}
+
+// Whether a file of this name is copied into a cache.
+bool is_copied(const std::string& name) {
+  return !name.ends_with(".safetensors") && !name.ends_with(".safetensors.index.json");
+}
+
+// What a killed writer of a checkpoint's cache left in a folder; throws std::invalid_argument for
+// anything else, because it is somebody's.
+std::vector<fs::path> leftovers(const fs::path& folder, const std::string& model,
+                                const std::string& drafter, const fs::path& out) {
+  std::vector<fs::path> found, copies;
+  bool has_ranks = false;
+  const auto refuse = [&](const fs::path& path) {
+    throw std::invalid_argument(join("out is ", out.string(), ", but ", folder.string(), " holds ",
+                                     path.filename().string(),
+                                     ", which is not of a kdtree shard that was killed"));
+  };
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    const fs::file_type type = entry.symlink_status().type();
+    if (type == fs::file_type::directory && name == "drafter" && !drafter.empty()) {
+      for (fs::path& path : leftovers(entry.path(), drafter, "", out))
+        found.push_back(std::move(path));
+    } else if (type == fs::file_type::regular && is_rank_file_name(name)) {
+      has_ranks = true;
+    } else if (type == fs::file_type::regular && is_copied(name) &&
+               ((name.starts_with("kdtree_") && name.ends_with(".json")) ||
+                fs::is_regular_file(fs::path(model) / name))) {
+      copies.push_back(entry.path());
+    } else {
+      refuse(entry.path());
+    }
+    found.push_back(entry.path());
+  }
+  // The ranks' files are made first.
+  if (!has_ranks && !copies.empty()) refuse(copies.front());
+  return found;
+}
+
 // A folder beside `out` that becomes it, or is removed with all it holds. Two processes cannot have
 // the same; what a killed one left is removed.
 class PartialFolder {
  public:
-  explicit PartialFolder(const std::string& out) : out_(fs::path(out).lexically_normal()) {
+  explicit PartialFolder(const ShardOptions& options)
+      : out_(fs::path(options.out).lexically_normal()) {
+    const std::string& out = options.out;
     if (!out_.has_filename()) out_ = out_.parent_path();  // "DIR/"
     std::error_code error;
     KDT_CHECK_ARGUMENT(out_.has_filename() && out_ != "." && out_ != "..", "out is '", out,
@@ -60,7 +108,13 @@ class PartialFolder {
       close(fd_);
       throw Error(join(path_.string(), ": another kdtree shard is writing it"));
     }
-    for (const fs::directory_entry& left : fs::directory_iterator(path_)) fs::remove_all(left);
+    try {
+      for (const fs::path& left : leftovers(path_, options.model, options.drafter, out_))
+        fs::remove(left);
+    } catch (...) {
+      close(fd_);
+      throw;
+    }
   }
   ~PartialFolder() {
     std::error_code ignored;
@@ -107,8 +161,7 @@ std::vector<fs::path> other_files(const std::string& folder) {
   std::vector<fs::path> files;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
-    if (entry.is_regular_file() && !name.ends_with(".safetensors") &&
-        !name.ends_with(".safetensors.index.json") && entry.file_size() <= kMaxCopiedBytes)
+    if (entry.is_regular_file() && is_copied(name) && entry.file_size() <= kMaxCopiedBytes)
       files.push_back(entry.path());
   }
   return files;
@@ -158,7 +211,7 @@ int64_t write_ranks(Job& job, const std::function<void(uint64_t)>& wrote) {
     for (size_t part = 0; part < parts; ++part) {
       all.parts.push_back({items[0][i].parts[part].modules, [&, i, part, parts](const auto& whole) {
                              for (int rank = 0; rank < size; ++rank) {
-                               if (filled[i] == 0) items[rank][i].make();
+                               if (filled[i] == 0) job.plans[rank]->make(items[rank][i]);
                                items[rank][i].parts[part].fill(whole);
                              }
                              if (++filled[i] < parts) return;
@@ -211,7 +264,7 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
     KDT_CHECK_ARGUMENT(folder->empty() || !is_shard_cache(*folder), *folder,
                        " is a pre-sharded cache already");
   }
-  PartialFolder folder(options.out);
+  PartialFolder folder(options);
   EngineOptions engine;
   engine.model = options.model;
   engine.drafter = options.drafter;

@@ -32,7 +32,7 @@ class ShardCache final : public TensorSource {
   explicit ShardCache(const std::string& folder);
 
   // Throws std::invalid_argument when the cache was made for other ranks than these, Error when its
-  // checkpoint is still there and has changed since.
+  // checkpoint is still there, can be read and has changed since.
   void check(int size, bool expert_parallel) const;
 
   // Reads a rank's file into a model's weights, as RankFile::load does.
@@ -41,6 +41,7 @@ class ShardCache final : public TensorSource {
   const std::map<std::string, SafetensorsView>& tensors() const override { return tensors_; }
   const std::string& name() const override { return folder_; }
   void read_range(const InputFile* file, uint64_t offset, uint64_t bytes, void* out) const override;
+  void use_direct_io() override { direct_io_ = true; }
   const ShardTerms& terms() const { return terms_; }
   const std::string& source_folder() const { return source_folder_; }
   // Of a rank's file.

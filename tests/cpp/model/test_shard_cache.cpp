@@ -167,6 +167,18 @@ KDT_TEST(a_cache_needs_no_checkpoint) {
   EXPECT(weights_of(made.out, 1, 2, true) == before);
 }
 
+// Descriptors of this process that read a file past the page cache.
+int direct_reads(const std::string& path) {
+  int count = 0;
+  for (const fs::directory_entry& entry : fs::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (fs::read_symlink(entry.path(), gone) != path) continue;
+    const int fd = std::stoi(entry.path().filename().string());
+    count += (fcntl(fd, F_GETFL) & O_DIRECT) != 0 ? 1 : 0;
+  }
+  return count;
+}
+
 KDT_TEST(reads_past_the_page_cache_give_the_same) {
   Made made;
   ShardCache through(made.out), past(made.out);
@@ -176,7 +188,13 @@ KDT_TEST(reads_past_the_page_cache_give_the_same) {
   for (int i = 0; i < 2; ++i) {
     TargetModel target({backend(), {1, 2, true}}, config, i == 0 ? through : past, 1, 1, {});
     const auto plan = target.take_plan();
-    (i == 0 ? through : past).load(*plan, {});
+    int direct = 0;
+    (i == 0 ? through : past).load(*plan, [&](int64_t, int64_t) {
+      direct = std::max(direct, direct_reads(fs::canonical(made.rank(1))));
+    });
+    const int possible = open(made.rank(1).c_str(), O_RDONLY | O_DIRECT);
+    EXPECT_EQ(direct, i == 1 && possible >= 0 ? 1 : 0);
+    if (possible >= 0) close(possible);
     weights[i] = memory_of(*plan);
   }
   EXPECT(weights[0] == weights[1] && !weights[0].empty());
@@ -240,6 +258,62 @@ KDT_TEST(a_stale_cache_is_refused) {
                  made.out + ": stale: the checkpoint " + made.model + " has changed since");
     EXPECT_EQ(inspect_checkpoint(made.out).faults.size(), size_t{1});
   }
+}
+
+KDT_TEST(a_checkpoint_that_cannot_be_read_is_not_missed) {
+  Made made;
+  const std::string file = made.model + "/model-00001-of-00002.safetensors";
+  fs::remove(file);
+  fs::create_symlink(made.dir.path("gone"), file);
+  expect_fault(load_fault(made.out), "");
+  EXPECT_EQ(load_fault(made.out), std::string());
+  EXPECT_EQ(inspect_checkpoint(made.out).faults.size(), size_t{0});
+  // To write one it is wanted.
+  expect_fault(
+      [&]() -> std::string {
+        try {
+          shard_checkpoint(options_of(made.model, made.dir.path("again")));
+        } catch (const std::exception& error) {
+          return error.what();
+        }
+        return "";
+      }(),
+      file);
+}
+
+// A rank that loads alone hears of the end of its group, from a checkpoint and from a cache.
+KDT_TEST(a_load_ends_with_its_group) {
+  Made made;
+  for (const std::string& folder : {made.model, made.out}) {
+    Checkpoints checkpoints(engine_of(folder, 2, true), 1);
+    TargetModel target({backend(), {1, 2, true}}, checkpoints.config, *checkpoints.source, 1, 1,
+                       {});
+    const auto plan = target.take_plan();
+    const auto group = make_thread_group(2, 30);
+    group[0]->abort("rank 0 has burnt");
+    EXPECT_THROWS("rank 0 has burnt", checkpoints.load(*plan, group[1].get(), {}));
+  }
+  // And in the midst of it.
+  Checkpoints checkpoints(engine_of(made.out, 2, true), 1);
+  TargetModel target({backend(), {1, 2, true}}, checkpoints.config, *checkpoints.source, 1, 1, {});
+  const auto plan = target.take_plan();
+  const auto group = make_thread_group(2, 30);
+  int calls = 0;
+  EXPECT_THROWS("rank 0 has burnt", checkpoints.load(*plan, group[1].get(), [&](int64_t, int64_t) {
+    if (++calls == 1) group[0]->abort("rank 0 has burnt");
+  }));
+  EXPECT_EQ(calls, 1);
+}
+
+KDT_TEST(a_weight_without_memory_is_named) {
+  Made made;
+  const ShardCache cache(made.out);
+  const ModelConfig config = load_model_config(made.out);
+  TargetModel target({backend(), {0, 2, true}}, config, cache, 1, 1, {});
+  const auto plan = target.take_plan();
+  LoadItem& item = plan->items().at(3);
+  item.make = [] { throw Error("no memory for 7 bytes"); };
+  EXPECT_THROWS(made.out + ": " + item.name + ": no memory for 7 bytes", cache.load(*plan, {}));
 }
 
 KDT_TEST(spoilt_rank_files_are_refused) {
@@ -428,6 +502,32 @@ KDT_TEST(folders_that_cannot_be_written_are_refused) {
   shard_checkpoint(options_of(made.model, out));
   EXPECT_EQ(load_fault(out), std::string());
   EXPECT(!fs::exists(partial));
+  // What another made is not removed.
+  const auto kept = [&](const std::string& name, const std::string& part) {
+    fs::create_directories((partial / fs::path(name)).parent_path());
+    std::ofstream(partial + "/" + name) << "mine";
+    refused(made.dir.path("second"), part + ", which is not of a kdtree shard that was killed");
+    EXPECT_EQ(read_file(partial + "/" + name), std::string("mine"));
+    fs::remove_all(partial);
+  };
+  fs::remove_all(out);
+  for (const char* name : {"notes.txt", "model.safetensors", "rank-0-of-2.kdts.old",
+                           "rank-00-of-2.kdts", "kdtree_/x", "config.json", "drafter/thesis.pdf"}) {
+    const std::string first = name;
+    kept(name, "second, but " + partial + (first.starts_with("drafter") ? "/drafter" : "") +
+                   " holds " +
+                   (first == "kdtree_/x" ? "kdtree_" : fs::path(first).filename().string()));
+  }
+  fs::create_directory(partial);
+  std::ofstream(partial + "/rank-0-of-2.kdts") << "half";
+  kept("notes.txt", "notes.txt");
+  // All that a killed one may leave.
+  fs::create_directories(partial + "/drafter");
+  for (const char* name : {"rank-0-of-2.kdts", "rank-1-of-2.kdts", "config.json",
+                           "kdtree_tensors.json", "kdtree_shards.json", "drafter/rank-0-of-2.kdts"})
+    std::ofstream(partial + "/" + name) << "half";
+  shard_checkpoint(options_of(made.model, out));
+  EXPECT_EQ(load_fault(out), std::string());
   fs::create_directory_symlink(made.model, made.dir.path("third.partial"));
   refused(made.dir.path("third"), "third.partial");
   EXPECT(fs::exists(made.model + "/config.json"));
