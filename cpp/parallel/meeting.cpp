@@ -171,7 +171,8 @@ bool Meeting::complete(Lock& lock) {
 void Meeting::meet(int seat, const Call& call, const void* mine, void* out) {
   Lock lock(mutex_);
   const uint64_t round = round_;
-  const bool timed = call.kind != Kind::kWait && (call.kind != Kind::kFollow || first + seat == 0);
+  const bool timed =
+      call.kind == Kind::kFollow ? first + seat == 0 : call.kind != Kind::kWait || local == size;
   for (const Seat& other : seats_) {
     if (!other.away.empty()) end(other.away);
   }

@@ -33,7 +33,8 @@ class RankGroup {
   // The same between two pieces of work, where the others wait for rank 0 as long as it takes.
   virtual void wait_for_leader(void* data, int64_t bytes);
   void barrier();
-  // A barrier without a time limit, behind work whose length nobody knows.
+  // A barrier behind work that other processes may take any time for: without a time limit, unless
+  // all ranks are in this process.
   virtual void wait_for_all();
 
   // With a reason this rank will not come until it is back (""): another rank of its process that

@@ -70,8 +70,8 @@ class StepOutput:
 class Engine:
     """A loaded model with its drafter, and the requests it is working on.
 
-    `model` and `drafter` are checkpoint folders, or "synth:LIKE[,layers=N][,experts=N][,hidden=N]
-    [,vocab=N][,seed=N]" for one that is made in memory (docs/adr/0015). Raises RuntimeError for files that are missing,
+    `model` and `drafter` are checkpoint folders, or "synth:LIKE,layers=N" (also experts, hidden,
+    vocab, seed) for one that is made in memory (docs/adr/0015). Raises RuntimeError for files that are missing,
     malformed or not supported and ValueError for bad arguments, each naming the field and the
     value. `progress(done_bytes, total_bytes)` is called while weights load.
 

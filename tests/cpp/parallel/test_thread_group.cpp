@@ -120,16 +120,6 @@ KDT_TEST(leader_that_takes_long) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-KDT_TEST(work_of_any_length_before_an_untimed_barrier) {
-  const Ranks ranks = make_thread_group(3, 0.2);
-  const auto errors = run_ranks(ranks, [&](RankGroup& group) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(group.rank() == 1 ? 700 : 0));
-    group.wait_for_all();
-    group.barrier();
-  });
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
-}
-
 KDT_TEST(follower_that_does_not_come_to_the_leader) {
   const Ranks ranks = make_thread_group(3, 0.1);
   const auto errors = run_ranks(ranks, [&](RankGroup& group) {
