@@ -77,7 +77,8 @@ const Nccl& nccl() {
 #ifdef KDT_EMULATOR
     throw Error("nccl: the emulator has none");
 #endif
-    // NCCL's sums on the switch would not be in rank order; they are never asked for.
+    // We never ask NCCL for sums on the NVLink switch (they are not in rank order), but it would
+    // set up memory for them when a group is made.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     void* const library = open_library();
     Nccl f{};
@@ -139,12 +140,18 @@ NcclRanks::NcclRanks(CudaBackend& backend, RankGroup& group) : backend_(backend)
     KDT_CHECK(all[rank] == 1, "nccl: rank ", rank, " has no NCCL");
   group.broadcast(&id, sizeof(id));
   check(nccl().comm_init_rank(&comm_, group.size(), id, group.rank()), "ncclCommInitRank");
-  KDT_CUDA_CHECK(
-      cudaHostAlloc(reinterpret_cast<void**>(&progress_), sizeof(uint64_t), cudaHostAllocMapped));
-  *progress_ = 0;
-  KDT_CUDA_CHECK(
-      cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_progress_), progress_, 0));
-  if (group.size() > 1) watchdog_ = std::thread([this] { watch(); });
+  try {
+    KDT_CUDA_CHECK(
+        cudaHostAlloc(reinterpret_cast<void**>(&progress_), sizeof(uint64_t), cudaHostAllocMapped));
+    *progress_ = 0;
+    KDT_CUDA_CHECK(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_progress_), progress_, 0));
+    if (group.size() > 1) watchdog_ = std::thread([this] { watch(); });
+  } catch (...) {
+    stop();  // waits for no other rank
+    static_cast<void>(cudaFreeHost(progress_));
+    throw;
+  }
 }
 
 NcclRanks::~NcclRanks() {
