@@ -71,9 +71,9 @@ class Engine:
     """A loaded model with its drafter, and the requests it is working on.
 
     `model` and `drafter` are checkpoint folders, or "synth:LIKE,layers=N" (also experts, hidden,
-    vocab, seed) for one that is made in memory (docs/adr/0015). Raises RuntimeError for files that are missing,
-    malformed or not supported and ValueError for bad arguments, each naming the field and the
-    value. `progress(done_bytes, total_bytes)` is called while weights load.
+    vocab, seed) for one that is made in memory (docs/adr/0015). Raises RuntimeError for files that
+    are missing, malformed or not supported and ValueError for bad arguments, each naming the field
+    and the value. `progress(done_bytes, total_bytes)` is called while weights load.
 
     One call at a time: another thread's waits. Signal handlers run between the rounds of
     `generate`; in one, `stats`, `config`, `has_unfinished` and `abort` can be used, the rest is a
