@@ -228,7 +228,7 @@ KDT_TEST(member_that_breaks_the_protocol) {
       {kMagic, 0, 0, 0, 4, 1ull << 63},                 // a body that is not the call's
       {kMagic, 0, 0, 0, -4, 0},                         // negative
       {kMagic, 0, 7, 0, 0, 0},                          // of another round
-      {kMagic, 0, 0, 3, 0, 0},                          // no such call
+      {kMagic, 0, 0, 4, 0, 0},                          // no such call
       {kMagic, 1, 0, 0, 0, 0},                          // a result
       {kMagic, 3, 0, 0, 0, 1ull << 32},                 // a reason of 4 GB
       {kMagic, 17, 0, 0, 0, 0},                         // no such frame
