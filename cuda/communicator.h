@@ -22,7 +22,6 @@ class CudaCommunicator final : public Communicator {
   CudaCommunicator(CudaBackend& backend, RankGroup& group);
   ~CudaCommunicator() override;
 
-  RankGroup& group() override { return group_; }
   std::string describe() const override;
   void all_reduce(const Tensor& x) override;
   void all_gather(const Tensor& from, const Tensor& to) override;

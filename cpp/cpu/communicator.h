@@ -14,7 +14,6 @@ class CpuCommunicator final : public Communicator {
   // Both must outlive it.
   CpuCommunicator(Backend& backend, RankGroup& group) : backend_(backend), group_(group) {}
 
-  RankGroup& group() override { return group_; }
   std::string describe() const override { return "host memory"; }
   void all_reduce(const Tensor& x) override;
   void all_gather(const Tensor& from, const Tensor& to) override;

@@ -22,7 +22,6 @@ class SwitchedCommunicator final : public Communicator {
  public:
   SwitchedCommunicator(Backend& backend, Communicator& other) : backend_(backend), other_(other) {}
 
-  RankGroup& group() override { return other_.group(); }
   std::string describe() const override { return other_.describe(); }
   void all_reduce(const Tensor& x) override {
     ++calls;

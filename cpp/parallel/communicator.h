@@ -11,7 +11,6 @@ namespace kdt {
 class Communicator {
  public:
   virtual ~Communicator() = default;
-  virtual RankGroup& group() = 0;
   // How the ranks' tensors reach each other, in words for the user.
   virtual std::string describe() const = 0;
 
