@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kdtree_engine
+import make_tiny_model
 from kdtree_engine import LLM, SamplingParams, synth
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
@@ -166,6 +167,24 @@ def test_what_cannot_be_cut_is_refused(wide_model: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"device is .* for 2 ranks; want"):
             make(BUNDLED, 2, device=device)
+
+
+@pytest.mark.parametrize("name", sorted(make_tiny_model.PRESETS))
+@pytest.mark.parametrize(("ranks", "experts"), [(2, "sliced"), (4, "sliced"), (4, "whole")])
+def test_every_shape_of_model_on_several_ranks(
+    name: str, ranks: int, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of experts, no q_lora, half-split rope, windows; two kv heads for four ranks."""
+    monkeypatch.setattr(make_tiny_model, "MOE_INTERMEDIATE", 128)  # int4 groups for four slices
+    folder = make_tiny_model.make(tmp_path / "model", make_tiny_model.PRESETS[name])
+    one, engine = make(folder, 1), make(folder, ranks, experts == "whole")
+    (prompt,) = prompts_of(one, (70,))
+    plain = tokens_of(engine, prompt, method="none")
+    for method, budget in METHODS:
+        assert tokens_of(engine, prompt, method=method, tree_budget=budget) == plain
+    first, logits = one.logits(prompt), engine.logits(prompt)
+    errors = np.linalg.norm(logits - first, axis=1) / np.linalg.norm(first, axis=1)
+    assert np.median(errors) < 1e-5
 
 
 def test_a_rank_that_fails_ends_all() -> None:
