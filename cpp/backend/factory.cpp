@@ -78,6 +78,8 @@ std::unique_ptr<Backend> make_backend(const std::string& device, int num_threads
 
 std::vector<RankDevice> rank_devices(const std::string& device, int num_threads, int num_ranks,
                                      int first, int node_ranks) {
+  KDT_CHECK_ARGUMENT(num_threads >= 0 && num_threads <= 1024, "num_threads is ", num_threads,
+                     "; want 0 to 1024");
   if (node_ranks == 1) return {{device, num_threads}};
   std::string one = device;
   if (device == "auto") {

@@ -171,6 +171,8 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
   options.expert_parallel = boolean("expert_parallel", expert_parallel);
   options.timeout_s = number("timeout_s", timeout_s);
   options.interrupted = not_interrupted;
+  // What the progress function raised, in whichever thread.
+  const auto raised = std::make_shared<std::optional<py::error_already_set>>();
   if (!progress.is_none()) {
     KDT_CHECK_ARGUMENT(PyCallable_Check(progress.ptr()), "progress is ", shown(progress),
                        "; want a function or None");
@@ -183,19 +185,27 @@ std::unique_ptr<SharedEngine> make_engine(py::handle model, py::handle drafter, 
       }
     });
     // Python hears of it a few hundred times at most, however many tensors there are.
-    options.progress = [call, told = int64_t{0}](int64_t done, int64_t total) mutable {
+    options.progress = [call, raised, told = int64_t{0}](int64_t done, int64_t total) mutable {
       if (done < total && done - told < total / 256) return;
       told = done;
       const GilAcquire acquire;
       // Without objects that unwinding would release, should Python end the thread in there.
       PyObject* result = PyObject_CallFunction(call.get(), "LL", static_cast<long long>(done),
                                                static_cast<long long>(total));
-      if (result == nullptr) throw py::error_already_set();
+      if (result == nullptr) {
+        *raised = py::error_already_set();
+        throw Error("the progress function raised an exception");
+      }
       Py_DECREF(result);
     };
   }
-  const GilRelease release;
-  return std::make_unique<SharedEngine>(options);
+  try {
+    const GilRelease release;
+    return std::make_unique<SharedEngine>(options);
+  } catch (const Error&) {
+    if (*raised) throw std::exchange(*raised, std::nullopt).value();
+    throw;
+  }
 }
 
 py::dict stats(SharedEngine& shared) {

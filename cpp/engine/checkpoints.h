@@ -42,7 +42,8 @@ struct Checkpoints {
   DraftConfig draft_config;
   std::unique_ptr<TensorSource> draft_source;  // null: no drafter
 
-  // Of config.json and the tensors' names and shapes: the same in all processes of a group.
+  // Of config.json, the tensors' names and shapes and a sample of their values: the same in all
+  // processes of a group.
   uint64_t fingerprint() const;
 
   int64_t target_bytes() const { return bytes_to_load(*source, 0); }

@@ -1,7 +1,9 @@
 #include "engine/engine_group.h"
 
-#include <cmath>
+#include <chrono>
+#include <future>
 #include <stdexcept>
+#include <thread>
 
 #include "parallel/launch.h"
 #include "parallel/tcp_group.h"
@@ -19,6 +21,22 @@ Launch launch_of(int size) {
   return launch;
 }
 
+// Waits for the other processes in a thread of its own, which is left behind when the caller is
+// interrupted.
+std::vector<std::unique_ptr<RankGroup>> meet_processes(int local, const Launch& launch,
+                                                       const EngineOptions& options) {
+  using Groups = std::vector<std::unique_ptr<RankGroup>>;
+  std::packaged_task<Groups()> meeting([local, launch, timeout_s = options.timeout_s] {
+    return make_hybrid_group(local, launch, timeout_s);
+  });
+  std::future<Groups> met = meeting.get_future();
+  std::thread(std::move(meeting)).detach();
+  while (met.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
+    if (options.interrupted) options.interrupted();
+  }
+  return met.get();
+}
+
 // The leader's call in all processes.
 std::string receive(RankGroup& group, std::string bytes) {
   uint64_t size = bytes.size();
@@ -33,8 +51,8 @@ std::string receive(RankGroup& group, std::string bytes) {
 EngineGroup::EngineGroup(const EngineOptions& options) : ranks_(std::make_shared<Ranks>()) {
   const int size = options.tensor_parallel_size;
   check_ranks(size, options.expert_parallel);
-  KDT_CHECK_ARGUMENT(std::isfinite(options.timeout_s) && options.timeout_s > 0, "timeout_s is ",
-                     options.timeout_s, "; want seconds, more than 0");
+  KDT_CHECK_ARGUMENT(options.timeout_s >= 0.01 && options.timeout_s <= 1e6, "timeout_s is ",
+                     options.timeout_s, "; want 0.01 to 1000000 seconds");
   const Launch launch = launch_of(size);
   const int local = size / launch.world_size;
   const std::vector<RankDevice> devices =
@@ -44,7 +62,7 @@ EngineGroup::EngineGroup(const EngineOptions& options) : ranks_(std::make_shared
   ranks_->has_followers = launch.world_size > 1;
   is_leader_ = launch.rank == 0;
   if (ranks_->has_followers) {
-    workers_ = std::make_unique<WorkerGroup>(make_hybrid_group(local, launch, options.timeout_s));
+    workers_ = std::make_unique<WorkerGroup>(meet_processes(local, launch, options));
   } else if (size > 1) {
     workers_ = std::make_unique<WorkerGroup>(size, options.timeout_s);
   }

@@ -156,6 +156,11 @@ def test_what_cannot_be_cut_is_refused(wide_model: Path) -> None:
     for folder, ranks, expert_parallel, message in cases:
         with pytest.raises(ValueError, match=message):
             make(folder, ranks, expert_parallel)
+    with pytest.raises(ValueError, match="num_threads is -1; want 0 to 1024"):
+        make(BUNDLED, 2, num_threads=-1)
+    for timeout in (0.0, 1e300, float("nan")):
+        with pytest.raises(ValueError, match="timeout_s is "):
+            make(BUNDLED, 2, timeout_s=timeout)
     for device in (
         "cuda:0",
         "cuda:0,cuda:1,cuda:2",
@@ -192,7 +197,7 @@ def test_a_rank_that_fails_ends_all() -> None:
         raise KeyError("planted")
 
     before = threading.active_count()
-    with pytest.raises(RuntimeError, match=r"rank 0: .*planted"):
+    with pytest.raises(KeyError, match="planted"):
         make(BUNDLED, 4, progress=fails)
     assert threading.active_count() == before
 
