@@ -192,6 +192,8 @@ def stderr_console() -> Console:
 def _load_summary(name: str, stats: dict[str, Any]) -> str:
     """One line on a load: what, where, and if it took more than a moment, how fast."""
     line = f"loaded {name} on {stats.get('device', 'cpu')}"
+    if (ranks := stats.get("tensor_parallel_size", 1)) > 1:
+        line += f", {ranks} ranks"
     seconds, size = stats.get("load_seconds", 0.0), stats.get("load_bytes", 0)
     if seconds <= SLOW_LOAD_S:
         return line
@@ -218,6 +220,12 @@ def load(
         raise OptionError(
             f"drafts need a drafter, and {folder} has no folder 'drafter': name one with "
             "--draft-model"
+        )
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if options.get("tensor_parallel_size", 1) == 1 and processes not in ("", "1"):
+        print(
+            f"WORLD_SIZE is {processes}, but --tp is 1: this process works for itself alone",
+            file=sys.stderr,
         )
     name = folder.resolve().name
     console = stderr_console()

@@ -32,7 +32,7 @@ def inspect_path(
     console = console or Console(highlight=False)
     if path.is_dir():
         return _inspect_folder(path, as_json, console, verify, plan, drafter)
-    if verify or plan is not None or drafter is not None:
+    if path.exists() and (verify or plan is not None or drafter is not None):
         raise ValueError(f"{path} is no folder: only a checkpoint's has ranks, memory or a drafter")
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} is a part of a checkpoint: give its folder, {path.parent}")

@@ -158,7 +158,7 @@ def test_processes_that_were_given_different_things(start: Start, tmp_path: Path
     (other / "config.json").write_text(json.dumps(config))
     for seed in (1, 2):
         synth.write(synth.plan("tiny", layers=2, seed=seed), tmp_path / str(seed))
-    files = "rank 1 has other files, config.json or tensors, than rank 0"
+    files = "rank 1 has other files (config.json or tensors, of the drafter too) than rank 0"
     cases: list[tuple[list[str], list[str], str]] = [
         ([], ["--max-model-len", "512"], "rank 1 has other options than rank 0"),
         ([], ["--model", str(other)], files),
