@@ -35,8 +35,8 @@ void Engine::check_alike(const EngineOptions& o, const Checkpoints& checkpoints)
       hash(backend_->info().isa + ' ' + backend_->weight_layout())};
   std::vector<std::array<uint64_t, 3>> all(shard_.size);
   group_->all_gather(mine.data(), sizeof(mine), all.data());
-  constexpr const char* kWhat[] = {"other files (config.json or tensors, of the drafter too)", "other options",
-                                   "another kind of device"};
+  constexpr const char* kWhat[] = {"other files (config.json or tensors, of the drafter too)",
+                                   "other options", "another kind of device"};
   for (int rank = 1; rank < shard_.size; ++rank) {
     for (size_t i = 0; i < mine.size(); ++i) {
       KDT_CHECK(all[rank][i] == all[0][i], "rank ", rank, " has ", kWhat[i], " than rank 0");
