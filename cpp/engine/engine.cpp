@@ -121,7 +121,7 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
     if (!options.progress || shard_.rank != 0) return nullptr;
     return [&, begin](int64_t done, int64_t) { options.progress(begin + done, model_bytes_); };
   };
-  const Ranks ranks{*backend_, shard_, communicator_.get()};
+  const RankContext ranks{*backend_, shard_, communicator_.get()};
   const DraftConfig& draft_config = checkpoints.draft_config;
   const int64_t num_blocks = (max_num_seqs_ + 1) * blocks_per_slot_;
   const auto make_cache = [&](const auto& model) {

@@ -287,7 +287,7 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
     job.terms = {layout, size, options.expert_parallel, hash_checkpoint(from),
                  std::random_device()() | uint64_t{std::random_device()()} << 32};
     for (int rank = 0; rank < size; ++rank) {
-      const Ranks ranks{*backend, {rank, size, options.expert_parallel}};
+      const RankContext ranks{*backend, {rank, size, options.expert_parallel}};
       auto model = make_model(ranks);
       job.plans.push_back(model->take_plan());
       job.models.push_back(std::move(model));
@@ -298,13 +298,13 @@ ShardSummary shard_checkpoint(const ShardOptions& options) {
     needed += job.rank_bytes() + bytes_of(job.others) + source.tensors().size() * 256;
   };
   // For the weights alone, so for one row of one position.
-  add(options.model, folder.path(), *checkpoints.source, [&](const Ranks& ranks) {
+  add(options.model, folder.path(), *checkpoints.source, [&](const RankContext& ranks) {
     return std::make_shared<TargetModel>(ranks, checkpoints.config, *checkpoints.source, 1, 1,
                                          std::vector<int64_t>());
   });
   if (checkpoints.draft_source) {
     add(options.drafter, folder.path() + "/drafter", *checkpoints.draft_source,
-        [&](const Ranks& ranks) {
+        [&](const RankContext& ranks) {
           return std::make_shared<DraftModel>(ranks, checkpoints.draft_config,
                                               *checkpoints.draft_source, 1, 1, 1);
         });

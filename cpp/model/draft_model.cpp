@@ -7,8 +7,9 @@
 
 namespace kdt {
 
-DraftModel::DraftModel(const Ranks& ranks, const DraftConfig& config, const TensorSource& source,
-                       int64_t max_context_rows, int64_t max_sequences, int64_t max_positions)
+DraftModel::DraftModel(const RankContext& ranks, const DraftConfig& config,
+                       const TensorSource& source, int64_t max_context_rows, int64_t max_sequences,
+                       int64_t max_positions)
     : ranks_(ranks), backend_(ranks.backend), config_(config) {
   const DraftConfig& c = config_;
   check_shard(c, ranks.shard);

@@ -8,7 +8,7 @@
 #include "backend/backend.h"
 #include "model/config.h"
 #include "model/load_plan.h"
-#include "model/ranks.h"
+#include "model/rank_context.h"
 #include "model/row_batch.h"
 #include "model/target_model.h"
 
@@ -18,7 +18,7 @@ class DraftModel {
  public:
   // `max_context_rows`: most rows of one extend_context; `max_sequences`: most blocks of one draft.
   // Throws as TargetModel does.
-  DraftModel(const Ranks& ranks, const DraftConfig& config, const TensorSource& source,
+  DraftModel(const RankContext& ranks, const DraftConfig& config, const TensorSource& source,
              int64_t max_context_rows, int64_t max_sequences, int64_t max_positions);
 
   // As TargetModel's.
@@ -44,7 +44,7 @@ class DraftModel {
     std::unique_ptr<LinearWeight> q_proj, kv_proj, o_proj, gate_up, down;
   };
 
-  const Ranks ranks_;
+  const RankContext ranks_;
   Backend& backend_;
   DraftConfig config_;
   std::unique_ptr<LoadPlan> plan_;

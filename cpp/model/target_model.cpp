@@ -7,8 +7,9 @@
 
 namespace kdt {
 
-TargetModel::TargetModel(const Ranks& ranks, const ModelConfig& config, const TensorSource& source,
-                         int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers)
+TargetModel::TargetModel(const RankContext& ranks, const ModelConfig& config,
+                         const TensorSource& source, int64_t max_rows, int64_t max_positions,
+                         std::vector<int64_t> tap_layers)
     : ranks_(ranks), backend_(ranks.backend), config_(config), tap_layers_(std::move(tap_layers)) {
   const ModelConfig& c = config_;
   check_shard(c, ranks.shard);

@@ -8,7 +8,7 @@
 #include "backend/backend.h"
 #include "model/config.h"
 #include "model/load_plan.h"
-#include "model/ranks.h"
+#include "model/rank_context.h"
 #include "model/row_batch.h"
 
 namespace kdt {
@@ -19,7 +19,7 @@ class TargetModel {
   // `tap_layers`: layers whose outputs a drafter wants, in its order. Throws Error when the source
   // breaks the contract of its config.json, std::invalid_argument when the model cannot be cut into
   // that many shards.
-  TargetModel(const Ranks& ranks, const ModelConfig& config, const TensorSource& source,
+  TargetModel(const RankContext& ranks, const ModelConfig& config, const TensorSource& source,
               int64_t max_rows, int64_t max_positions, std::vector<int64_t> tap_layers);
 
   // The model has no weights until this, which refers to it, is loaded. To be called once.
@@ -64,7 +64,7 @@ class TargetModel {
   void run_mlp(const Mlp& mlp, const Tensor& x, const Tensor& out);
   void run_experts(const Layer& layer, const Tensor& x, const Tensor& out);
 
-  const Ranks ranks_;
+  const RankContext ranks_;
   Backend& backend_;
   ModelConfig config_;
   std::vector<int64_t> tap_layers_;

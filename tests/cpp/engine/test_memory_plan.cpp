@@ -178,7 +178,7 @@ KDT_TEST(workspace_is_what_the_models_allocate) {
   const SynthSource draft_tensors(made, SynthSource::Part::kDrafter, 0);
   for (const int size : {1, 2}) {
     Counting backend;
-    const Ranks ranks{backend, {0, size}};
+    const RankContext ranks{backend, {0, size}};
     const int64_t length = 512, rows = 257, sequences = 3;
     const TargetModel target(ranks, made.config, tensors, rows, length,
                              made.drafter.target_layer_ids);

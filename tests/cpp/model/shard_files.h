@@ -67,7 +67,7 @@ inline Weights memory_of(LoadPlan& plan) {
 
 inline Weights weights_of(const std::string& folder, int rank, int size, bool expert_parallel) {
   Checkpoints checkpoints(engine_of(folder, size, expert_parallel), 1);
-  const Ranks ranks{backend(), {rank, size, expert_parallel}};
+  const RankContext ranks{backend(), {rank, size, expert_parallel}};
   TargetModel target(ranks, checkpoints.config, *checkpoints.source, 1, 1, {});
   DraftModel draft(ranks, checkpoints.draft_config, *checkpoints.draft_source, 1, 1, 1);
   Weights weights;

@@ -7,7 +7,7 @@
 
 namespace kdt {
 
-struct Ranks {
+struct RankContext {
   Backend& backend;
   Shard shard = {};
   Communicator* communicator = nullptr;  // null: there is one rank
