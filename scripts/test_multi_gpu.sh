@@ -13,11 +13,9 @@
 # PYTHON      an interpreter with numpy, pytest, pybind11, nlohmann-json and this package's own
 #             requirements; nothing is installed and nothing is fetched. nvcc, cmake and ninja must be in PATH.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
+. scripts/gpu_build.sh
 
-build=${BUILD_DIR:-build/gpu}
-python=${PYTHON:-python3}
-out=${OUT:-$build/results}
 layers=${LAYERS:-4}
 tests=1 bench=1
 for argument in "$@"; do
@@ -28,46 +26,12 @@ for argument in "$@"; do
     *) echo "unknown argument $argument: want --only-bench or --only-tests" >&2; exit 2 ;;
   esac
 done
-mkdir -p "$build" "$out"
-build=$(cd "$build" && pwd) out=$(cd "$out" && pwd)
-
-failed=()
-begin() { echo; echo "== $1 ($((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
-check() {
-  local name=$1
-  shift
-  begin "$name"
-  "$@" || { failed+=("$name"); echo "FAILED: $name"; }
-}
-
-command -v nvidia-smi >/dev/null || { echo "no nvidia-smi: is there a GPU?" >&2; exit 1; }
-nvidia-smi --query-gpu=index,name,driver_version,compute_cap,clocks.sm,clocks.mem --format=csv
+find_gpus
 nvidia-smi topo -m 2>/dev/null || true
-gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
 [ "$gpus" -ge 2 ] || { echo "one GPU: scripts/test_on_gpu.sh is for that" >&2; exit 1; }
 sizes=()
 for size in 2 4 8; do [ "$size" -le "$gpus" ] && sizes+=("$size"); done
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
-case $capability in
-  90 | 100 | 120) architecture="${capability}a-real" ;;
-  *) architecture="${capability}-real" ;;
-esac
-
-begin "build for $architecture, $gpus GPUs"
-cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKDT_CUDA=ON -DKDT_PYTHON=ON -DKDT_TESTS=ON \
-  -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DPython_EXECUTABLE="$(command -v "$python")" \
-  >"$out/cmake.log" 2>&1 || { tail -30 "$out/cmake.log"; exit 1; }
-cmake --build "$build" --target _core test_communicator test_communicator_gpu >"$out/build.log" 2>&1 ||
-  { grep -E "error|FAILED" "$out/build.log" | head -30; exit 1; }
-
-# The package as an install would lay it out: the sources beside the module that was just built.
-package="$build/package/kdtree_engine"
-rm -rf "$build/package"
-mkdir -p "$package"
-ln -s "$PWD"/python/kdtree_engine/* "$package/"
-cp "$build"/_core*.so "$package/"
-export PYTHONPATH="$build/package${PYTHONPATH:+:$PYTHONPATH}"
-export KDT_REQUIRE_DEVICE=1 KDT_LARGE_CASES=1 KDT_BUILD_DIR="$build"
+build_for_gpu _core test_communicator test_communicator_gpu
 # Sums on the NVLink switch are not in rank order, and multicast memory can take the host's GPUs out of service.
 export NCCL_NVLS_ENABLE=0
 nccl=$("$python" -c 'from kdtree_engine.locations import find_nccl; print(find_nccl() or "")')
@@ -104,9 +68,4 @@ if [ $bench = 1 ]; then
   done
 fi
 
-echo
-if [ ${#failed[@]} -gt 0 ]; then
-  printf 'test_multi_gpu.sh: failed: %s\n' "$(IFS=,; echo "${failed[*]}")"
-  exit 1
-fi
-echo "test_multi_gpu.sh: all passed in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+finish test_multi_gpu.sh

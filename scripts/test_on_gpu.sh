@@ -12,11 +12,9 @@
 # PYTHON      an interpreter with numpy, pytest, pybind11, nlohmann-json and this package's own
 #             requirements; nothing is installed and nothing is fetched. nvcc, cmake and ninja must be in PATH.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
+. scripts/gpu_build.sh
 
-build=${BUILD_DIR:-build/gpu}
-python=${PYTHON:-python3}
-out=${OUT:-$build/results}
 sanitize=0 bench=0 tests=1
 for argument in "$@"; do
   case $argument in
@@ -27,40 +25,8 @@ for argument in "$@"; do
     *) echo "unknown argument $argument: want --sanitize, --bench or --only-bench" >&2; exit 2 ;;
   esac
 done
-mkdir -p "$build" "$out"
-build=$(cd "$build" && pwd) out=$(cd "$out" && pwd)
-
-failed=()
-begin() { echo; echo "== $1 ($((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
-check() {
-  local name=$1
-  shift
-  begin "$name"
-  "$@" || { failed+=("$name"); echo "FAILED: $name"; }
-}
-
-command -v nvidia-smi >/dev/null || { echo "no nvidia-smi: is there a GPU?" >&2; exit 1; }
-nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem --format=csv
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
-case $capability in
-  90 | 100 | 120) architecture="${capability}a-real" ;;
-  *) architecture="${capability}-real" ;;
-esac
-
-begin "build for $architecture"
-cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKDT_CUDA=ON -DKDT_PYTHON=ON -DKDT_TESTS=ON \
-  -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DPython_EXECUTABLE="$(command -v "$python")" \
-  >"$out/cmake.log" 2>&1 || { tail -30 "$out/cmake.log"; exit 1; }
-cmake --build "$build" >"$out/build.log" 2>&1 || { grep -E "error|FAILED" "$out/build.log" | head -30; exit 1; }
-
-# The package as an install would lay it out: the sources beside the module that was just built.
-package="$build/package/kdtree_engine"
-rm -rf "$build/package"
-mkdir -p "$package"
-ln -s "$PWD"/python/kdtree_engine/* "$package/"
-cp "$build"/_core*.so "$package/"
-export PYTHONPATH="$build/package${PYTHONPATH:+:$PYTHONPATH}"
-export KDT_REQUIRE_DEVICE=1 KDT_LARGE_CASES=1 KDT_BUILD_DIR="$build"
+find_gpus
+build_for_gpu all
 kdtree() { "$python" -m kdtree_engine "$@"; }
 
 if [ $tests = 1 ]; then
@@ -103,9 +69,4 @@ END
     --json "$out/bench.json"
 fi
 
-echo
-if [ ${#failed[@]} -gt 0 ]; then
-  printf 'test_on_gpu.sh: failed: %s\n' "$(IFS=,; echo "${failed[*]}")"
-  exit 1
-fi
-echo "test_on_gpu.sh: all passed in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+finish test_on_gpu.sh
