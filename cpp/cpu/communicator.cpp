@@ -1,6 +1,8 @@
 #include "cpu/communicator.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string>
 
 #include "backend/communicator_checks.h"
 #include "cpu/cpu_backend.h"
@@ -40,6 +42,10 @@ void CpuCommunicator::all_reduce_add_rms_norm(const Tensor& residual, const Tens
 }
 
 std::unique_ptr<Communicator> CpuBackend::make_communicator(RankGroup& group) {
+  const char* value = std::getenv("KDTREE_ALL_REDUCE");
+  const std::string way = value == nullptr || *value == '\0' ? "auto" : value;
+  KDT_CHECK_ARGUMENT(way == "auto", "KDTREE_ALL_REDUCE is '", way,
+                     "'; ranks on the CPU have one way, want 'auto'");
   return std::make_unique<CpuCommunicator>(*this, group);
 }
 

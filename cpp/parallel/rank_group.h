@@ -1,5 +1,5 @@
-// The ranks of a group meet here, on the host. Each rank has an object of its own, which one thread
-// uses; abort() and aborted() may be called from any thread.
+// Collectives of the ranks of a group, on the host. Each rank has an object of its own, which one
+// thread uses; abort() and aborted() may be called from any thread.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace kdt {
 
 // A rank that destroys its object has left, which ends the group. A forked process may destroy the
-// objects, but not meet anybody.
+// objects, but take part in no collective.
 class RankGroup {
  public:
   virtual ~RankGroup() = default;

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -24,6 +26,7 @@ constexpr char kMagic[8] = {'K', 'D', 'T', 'G', 'R', 'O', 'U', 'P'};
 constexpr uint32_t kVersion = 1;
 constexpr double kHelloSeconds = 5;  // for a stranger who says nothing
 constexpr size_t kMostStrangers = 64;
+constexpr size_t kMostRefused = 4;  // that are told of
 // For an answer of process 0 beyond the time-out, which is to name those who are missing.
 constexpr double kGraceSeconds = 2;
 
@@ -102,10 +105,26 @@ std::string place(const Launch& launch) {
               launch.master_port + kGroupPorts);
 }
 
+// What missing_ranks() gives. Never freed: a thread that waits may outlive the program's end.
+struct Missing {
+  std::mutex mutex;
+  std::string text;
+};
+
+Missing& missing_now() {
+  static auto& now = *new Missing;
+  return now;
+}
+
+void set_missing(const std::string& text) {
+  const std::lock_guard lock(missing_now().mutex);
+  missing_now().text = text;
+}
+
 // Process 0 while the group fills.
-class Door {
+class Listener {
  public:
-  Door(const Launch& launch, int ranks_each, double timeout_s)
+  Listener(const Launch& launch, int ranks_each, double timeout_s)
       : launch_(launch), ranks_each_(ranks_each), timeout_s_(timeout_s) {
     const std::vector<Address> addresses = resolve(launch.master_addr);
     // A host's own name is often an address of its loopback interface, where no other node comes.
@@ -116,10 +135,14 @@ class Door {
     members_.resize(launch.world_size);
   }
 
+  ~Listener() { set_missing(""); }
+  Listener(const Listener&) = delete;
+
   std::vector<Member> fill() {
     const Time deadline = after(timeout_s_);
     while (!missing().empty()) {
       if (steady_clock::now() >= deadline) give_up();
+      set_missing(named_missing() + refusals());
       look(deadline);
     }
     for (size_t i = 1; i < members_.size(); ++i) reply(members_[i].fd.get(), kWelcome, "");
@@ -145,12 +168,21 @@ class Door {
     return text;
   }
 
-  void give_up() {
+  std::string named_missing() const {
     const std::string ranks = missing();
-    const std::string reason =
-        join(ranks.find(',') == std::string::npos ? "rank " : "ranks ", ranks, " of ",
-             launch_.world_size * ranks_each_, " did not come to ", launch_.master_addr, ", port ",
-             port_, ", within ", timeout_s_, " s");
+    return join(ranks.find(',') == std::string::npos ? "rank " : "ranks ", ranks, " of ",
+                launch_.world_size * ranks_each_);
+  }
+
+  std::string refusals() const {
+    std::string text;
+    for (const auto& [name, reason] : refused_) text += join("; ", name, " was refused: ", reason);
+    return text;
+  }
+
+  void give_up() {
+    const std::string reason = join(named_missing(), " did not come to ", launch_.master_addr,
+                                    ", port ", port_, ", within ", timeout_s_, " s", refusals());
     for (const Member& member : members_) {
       if (member.fd.get() >= 0) reply(member.fd.get(), kRefused, reason);
     }
@@ -181,12 +213,12 @@ class Door {
     }
     std::erase_if(strangers_, [](const Stranger& stranger) { return stranger.fd.get() < 0; });
     for (size_t i = 0; i < listeners_.size(); ++i) {
-      if (readable[i]) let_in(listeners_[i].get());
+      if (readable[i]) accept_from(listeners_[i].get());
     }
   }
 
-  void let_in(int listener) {
-    Stranger stranger{Fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)),
+  void accept_from(int socket) {
+    Stranger stranger{Fd(accept4(socket, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)),
                       {},
                       0,
                       after(kHelloSeconds)};
@@ -219,27 +251,33 @@ class Door {
   void judge(Stranger& stranger) {
     const Hello& hello = stranger.hello;
     const Hello mine = hello_of(launch_, ranks_each_);
+    const std::string name =
+        join("process ", hello.process, " (", get(hello.host), ":", hello.pid, ")");
+    // "It" is the process that is refused, which is told so too.
     const auto refuse = [&](Code code, const std::string& reason) {
       reply(stranger.fd.get(), code, reason);
       stranger.fd.close();
+      if (refused_.contains(name) || refused_.size() < kMostRefused) refused_[name] = reason;
     };
     if (hello.version != kVersion) {
-      refuse(kRefused, join("it speaks version ", kVersion, " of the protocol, this process ",
+      refuse(kRefused, join("the group speaks version ", kVersion, " of the protocol, it speaks ",
                             hello.version));
     } else if (std::memcmp(hello.key, mine.key, sizeof(mine.key)) != 0 ||
                hello.master_port != mine.master_port) {
       refuse(kOtherJob, "it belongs to another job (KDTREE_GROUP_KEY or MASTER_PORT differ)");
     } else if (hello.world_size != mine.world_size) {
-      refuse(kRefused,
-             join("it is one of ", mine.world_size, " processes, this one of ", hello.world_size));
+      refuse(kRefused, join("the group has ", mine.world_size, " processes, it is one of ",
+                            hello.world_size));
     } else if (hello.ranks_each != mine.ranks_each) {
-      refuse(kRefused, join("it has ", mine.ranks_each, " ranks, this process ", hello.ranks_each));
+      refuse(kRefused, join("the group has ", mine.ranks_each, " ranks a process, it has ",
+                            hello.ranks_each));
     } else if (hello.process == 0 || hello.process >= mine.world_size) {
-      refuse(kRefused, join("the process's number is ", hello.process));
+      refuse(kRefused, join("its number is ", hello.process));
     } else if (members_[hello.process].fd.get() >= 0) {
       refuse(kNotNow, join(members_[hello.process].name, " is already there"));
     } else {
       reply(stranger.fd.get(), kWelcome, "");
+      refused_.erase(name);
       members_[hello.process] = {std::move(stranger.fd), member_name(hello.process, ranks_each_,
                                                                      get(hello.host), hello.pid)};
     }
@@ -252,6 +290,7 @@ class Door {
   std::vector<Fd> listeners_;
   std::vector<Stranger> strangers_;
   std::vector<Member> members_;
+  std::map<std::string, std::string> refused_;  // processes, and why
 };
 
 // Why there is no connection yet. A refusal tells more than a port where nobody answers.
@@ -271,8 +310,8 @@ class Excuse {
 };
 
 // One attempt; none with an excuse when another may succeed.
-std::optional<Member> knock(const Address& address, int port, const Hello& hello, double timeout_s,
-                            Time deadline, Excuse& excuse) {
+std::optional<Member> try_join(const Address& address, int port, const Hello& hello,
+                               double timeout_s, Time deadline, Excuse& excuse) {
   std::string why;
   Fd fd = connect_to(address, port, deadline, why);
   if (fd.get() < 0) {
@@ -316,8 +355,13 @@ std::optional<Member> knock(const Address& address, int port, const Hello& hello
 
 }  // namespace
 
+std::string missing_ranks() {
+  const std::lock_guard lock(missing_now().mutex);
+  return missing_now().text;
+}
+
 std::vector<Member> gather_members(const Launch& launch, int ranks_each, double timeout_s) {
-  return Door(launch, ranks_each, timeout_s).fill();
+  return Listener(launch, ranks_each, timeout_s).fill();
 }
 
 Member join_members(const Launch& launch, int ranks_each, double timeout_s) {
@@ -328,7 +372,8 @@ Member join_members(const Launch& launch, int ranks_each, double timeout_s) {
     try {
       for (const Address& address : resolve(launch.master_addr)) {
         for (int i = 1; i <= kGroupPorts; ++i) {
-          auto member = knock(address, launch.master_port + i, hello, timeout_s, deadline, excuse);
+          auto member =
+              try_join(address, launch.master_port + i, hello, timeout_s, deadline, excuse);
           if (member) return std::move(*member);
         }
       }

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "parallel/meeting.h"
+#include "parallel/collective.h"
 #include "parallel/rendezvous.h"
 
 namespace kdt {
@@ -36,7 +36,7 @@ struct Header {
   uint32_t magic = 0x46544b44;
   Frame frame = Frame::kCall;
   uint64_t round = 0;
-  Meeting::Kind kind = Meeting::Kind::kGather;
+  Collective::Kind kind = Collective::Kind::kGather;
   uint8_t zero[7] = {};
   int64_t call_bytes = 0;
   uint64_t body_bytes = 0;
@@ -47,10 +47,10 @@ static_assert(sizeof(Header) == 40);
 // back. The thread that comes last to a call in its process sends and waits for the others of the
 // process. One more thread a process reads all connections, so that a process that has gone is
 // noticed whatever the ranks do, and tells the others when the group ends.
-class TcpMeeting final : public Meeting {
+class TcpCollective final : public Collective {
  public:
-  TcpMeeting(int local, const Launch& launch, double timeout_s)
-      : Meeting(local, launch.rank * local, launch.world_size * local, timeout_s),
+  TcpCollective(int local, const Launch& launch, double timeout_s)
+      : Collective(local, launch.rank * local, launch.world_size * local, timeout_s),
         leads_(launch.rank == 0),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     KDT_CHECK(wake_.get() >= 0, "no eventfd: ", std::generic_category().message(errno));
@@ -73,7 +73,7 @@ class TcpMeeting final : public Meeting {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  ~TcpMeeting() override {
+  ~TcpCollective() override {
     {
       Lock lock(mutex_);
       stop_ = true;
@@ -92,7 +92,7 @@ class TcpMeeting final : public Meeting {
   void on_end() override { wake_reader(); }
 
   std::vector<int> missing() const override {
-    std::vector<int> ranks = Meeting::missing();
+    std::vector<int> ranks = Collective::missing();
     for (size_t i = 0; leads_ && i < peers_.size(); ++i) {
       if (peers_[i].here) continue;
       for (int rank = 0; rank < local; ++rank) {
@@ -112,7 +112,7 @@ class TcpMeeting final : public Meeting {
     size_t header_got = 0, body_got = 0;
     std::vector<char> body;
     bool open = true;
-    // With the meeting's mutex locked: what it has brought, or what process 0 has sent back.
+    // With the mutex locked: what it has brought, or what process 0 has sent back.
     bool here = false;
     Call call;
     std::vector<char> data;
@@ -135,19 +135,19 @@ class TcpMeeting final : public Meeting {
   // so it must not outlive a fault.
   class Sending {
    public:
-    Sending(TcpMeeting& meeting, Lock& lock) : meeting_(meeting), lock_(lock) {
-      meeting_.sending_ = true;
+    Sending(TcpCollective& group, Lock& lock) : group_(group), lock_(lock) {
+      group_.sending_ = true;
       lock_.unlock();
     }
     ~Sending() {
       lock_.lock();
-      meeting_.sending_ = false;
-      meeting_.changed_.notify_all();
+      group_.sending_ = false;
+      group_.changed_.notify_all();
     }
     Sending(const Sending&) = delete;
 
    private:
-    TcpMeeting& meeting_;
+    TcpCollective& group_;
     Lock& lock_;
   };
 
@@ -165,15 +165,15 @@ class TcpMeeting final : public Meeting {
   }
 
   void pack(char* to) const {
-    for (int seat = 0; seat < local; ++seat) {
-      const int64_t bytes = seats_[seat].call.bytes;
-      if (bytes > 0) std::memcpy(to + seat * bytes, seats_[seat].mine, bytes);
+    for (int slot = 0; slot < local; ++slot) {
+      const int64_t bytes = slots_[slot].call.bytes;
+      if (bytes > 0) std::memcpy(to + slot * bytes, slots_[slot].mine, bytes);
     }
   }
 
   void hand_out(const std::vector<char>& all) const {
-    for (const Seat& seat : seats_) {
-      if (!all.empty()) std::memcpy(seat.out, all.data(), all.size());
+    for (const Slot& slot : slots_) {
+      if (!all.empty()) std::memcpy(slot.out, all.data(), all.size());
     }
   }
 
@@ -183,7 +183,7 @@ class TcpMeeting final : public Meeting {
   }
 
   bool lead(Lock& lock) {
-    const Call call = seats_[0].call;
+    const Call call = slots_[0].call;
     if (!fits(call)) return false;
     const auto all_here = [&] {
       return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.here; });
@@ -209,7 +209,7 @@ class TcpMeeting final : public Meeting {
         to = std::copy(peer.data.begin(), peer.data.end(), to);
       }
     } else if (call.bytes > 0) {
-      std::memcpy(all.data(), seats_[0].mine, call.bytes);
+      std::memcpy(all.data(), slots_[0].mine, call.bytes);
     }
     for (Peer& peer : peers_) peer.here = false;
     Header header;
@@ -225,7 +225,7 @@ class TcpMeeting final : public Meeting {
   }
 
   bool follow(Lock& lock) {
-    const Call call = seats_[0].call;
+    const Call call = slots_[0].call;
     if (!fits(call)) return false;
     Peer& leader = peers_[0];
     std::vector<char> mine(call.kind == Kind::kGather ? call.bytes * local : 0);
@@ -430,7 +430,7 @@ std::vector<std::unique_ptr<RankGroup>> make_hybrid_group(int local_ranks, const
                      65535 - kGroupPorts);
   KDT_CHECK_ARGUMENT(launch.key.size() <= kLongestKey, "the group's key has ", launch.key.size(),
                      " bytes; at most ", kLongestKey, " are possible");
-  return make_ranks(std::make_shared<TcpMeeting>(local_ranks, launch, timeout_s));
+  return make_ranks(std::make_shared<TcpCollective>(local_ranks, launch, timeout_s));
 }
 
 std::unique_ptr<RankGroup> make_tcp_group(const Launch& launch, double timeout_s) {

@@ -26,7 +26,7 @@ constexpr int kYields = 200;
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads)
-    : seats_(new Seat[num_threads < 1 ? 1 : num_threads]), process_(getpid()) {
+    : slots_(new Slot[num_threads < 1 ? 1 : num_threads]), process_(getpid()) {
   try {
     for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
   } catch (const std::system_error& error) {
@@ -59,12 +59,12 @@ void ThreadPool::count_down(int thread) {
   }
 }
 
-void ThreadPool::do_part(int seat, int thread) {
+void ThreadPool::do_part(int slot, int thread) {
   try {
     if (num_tasks_ > num_threads()) {
       count_down(thread);
-    } else if (seat < num_tasks_) {
-      call_(context_, seat, thread);
+    } else if (slot < num_tasks_) {
+      call_(context_, slot, thread);
     }
   } catch (...) {
     if (!failed_.exchange(true)) error_ = std::current_exception();
@@ -80,16 +80,16 @@ void ThreadPool::run_shared(int64_t num_tasks, const void* context, Call call) {
   job_.store(job, std::memory_order_release);
   job_.notify_all();
   do_part(0, 0);
-  for (int seat = 1; seat < num_threads(); ++seat) {
+  for (int slot = 1; slot < num_threads(); ++slot) {
     uint32_t before = job - 1;
-    if (seats_[seat].claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) {
+    if (slots_[slot].claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) {
       // With a shared counter no task is left by now.
-      if (num_tasks <= num_threads()) do_part(seat, 0);
-      seats_[seat].done.store(job, std::memory_order_relaxed);
+      if (num_tasks <= num_threads()) do_part(slot, 0);
+      slots_[slot].done.store(job, std::memory_order_relaxed);
     }
   }
-  for (int seat = 1; seat < num_threads(); ++seat) {
-    for (int spins = 0; seats_[seat].done.load(std::memory_order_acquire) != job; ++spins) {
+  for (int slot = 1; slot < num_threads(); ++slot) {
+    for (int spins = 0; slots_[slot].done.load(std::memory_order_acquire) != job; ++spins) {
       spins < kSpins ? pause() : std::this_thread::yield();
     }
   }
@@ -100,7 +100,7 @@ void ThreadPool::run_shared(int64_t num_tasks, const void* context, Call call) {
 }
 
 void ThreadPool::work(int thread) {
-  Seat& seat = seats_[thread];
+  Slot& slot = slots_[thread];
   uint32_t seen = 0;
   int idle = 0;
   while (true) {
@@ -119,11 +119,11 @@ void ThreadPool::work(int thread) {
     }
     seen = job;
     idle = 0;
-    // While this seat is not claimed the job cannot end, so what it says stays as it is.
+    // While this slot is not claimed the job cannot end, so what it says stays as it is.
     uint32_t before = job - 1;
-    if (!seat.claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) continue;
+    if (!slot.claimed.compare_exchange_strong(before, job, std::memory_order_acq_rel)) continue;
     do_part(thread, thread);
-    seat.done.store(job, std::memory_order_release);
+    slot.done.store(job, std::memory_order_release);
   }
 }
 

@@ -45,7 +45,7 @@ class ThreadPool {
 
   // A thread's part in job j is claimed once, by the thread or by the caller in its place:
   // `claimed` goes from j - 1 to j. The thread says `done` j when it was the one.
-  struct alignas(64) Seat {
+  struct alignas(64) Slot {
     std::atomic<uint32_t> claimed{0};
     alignas(64) std::atomic<uint32_t> done{0};
   };
@@ -53,12 +53,12 @@ class ThreadPool {
   void run_shared(int64_t num_tasks, const void* context, Call call);
   void work(int thread);
   void stop();
-  // Thread `seat`'s part of the job, worked on by `thread`.
-  void do_part(int seat, int thread);
+  // Thread `slot`'s part of the job, worked on by `thread`.
+  void do_part(int slot, int thread);
   void count_down(int thread);
 
-  // The job; written while every seat of the one before is claimed and done, read after claiming a
-  // seat of it.
+  // The job; written while every slot of the one before is claimed and done, read after claiming a
+  // slot of it.
   alignas(64) std::atomic<uint32_t> job_{0};
   const void* context_ = nullptr;
   Call call_ = nullptr;
@@ -67,7 +67,7 @@ class ThreadPool {
   alignas(64) std::atomic<int64_t> next_task_{0};  // when there are more tasks than threads
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;  // written by the thread that sets failed_
-  std::unique_ptr<Seat[]> seats_;
+  std::unique_ptr<Slot[]> slots_;
   std::vector<std::thread> threads_;
   pid_t process_;  // where they are
 };

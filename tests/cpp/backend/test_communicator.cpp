@@ -120,6 +120,16 @@ KDT_TEST(a_wait_left_out_gives_wrong_sums) {
 }
 #endif
 
+KDT_TEST(ranks_on_the_cpu_have_one_way) {
+  const auto error_of = [](const char* asked) {
+    const Way way(asked);
+    return run_on({"cpu", "cpu"}, 20, [](Rank&) { return std::string(); })[0];
+  };
+  EXPECT_EQ(error_of("push"),
+            std::string("KDTREE_ALL_REDUCE is 'push'; ranks on the CPU have one way, want 'auto'"));
+  EXPECT_EQ(error_of("auto") + error_of(""), std::string());
+}
+
 KDT_TEST(ways_that_cannot_be_taken_are_errors) {
   if (!on_gpu()) return;
   const auto error_of = [](const char* asked) {

@@ -1,10 +1,14 @@
 // How processes find each other, and what comes to their port beside them.
 #include <sys/resource.h>
 
+#include <atomic>
+#include <thread>
+
 #include "check.h"
 #include "core/clock.h"
 #include "core/error.h"
 #include "parallel/processes.h"
+#include "parallel/rendezvous.h"
 #include "parallel/tcp_group.h"
 
 namespace kdt::test {
@@ -44,6 +48,29 @@ KDT_TEST(ranks_that_do_not_come) {
               join("threw: ranks 2, 3 of 4 did not come to 127.0.0.1, port ", port + 1,
                    ", within 0.7 s"));
   }
+}
+
+KDT_TEST(rank_0_names_who_is_missing_while_it_waits) {
+  const int port = next_master_port();
+  Processes processes(3, [&](int rank) -> std::string {
+    sleep_ms(rank * 1000);
+    if (rank > 0) return join_and_meet(launch_of(rank, 3, port), kLong);
+    std::string told, before;
+    std::atomic<bool> done = false;
+    std::thread look([&] {
+      for (; !done; sleep_ms(10)) {
+        const std::string now = net::missing_ranks();
+        if (!now.empty() && now != before) told += now + ".";
+        before = now;
+      }
+    });
+    make_tcp_group(launch_of(rank, 3, port), kLong)->barrier();
+    const std::string after = net::missing_ranks();
+    done = true;
+    look.join();
+    return told + after;
+  });
+  EXPECT_EQ(processes.result(0), "ranks 1, 2 of 3.rank 2 of 3.");
 }
 
 KDT_TEST(rank_0_comes_last) {
@@ -139,9 +166,26 @@ KDT_TEST(processes_that_are_refused) {
   EXPECT(holds(refused([](Launch& launch) { launch.key = "tess"; }),
                "refused this process: it belongs to another job (KDTREE_GROUP_KEY or MASTER_PORT"));
   EXPECT(holds(refused([](Launch& launch) { launch.world_size = 4; }),
-               "refused this process: it is one of 3 processes, this one of 4"));
-  EXPECT(holds(refused([](Launch&) {}, 2), "refused this process: it has 1 ranks, this process 2"));
+               "refused this process: the group has 3 processes, it is one of 4"));
+  EXPECT(holds(refused([](Launch&) {}, 2),
+               "refused this process: the group has 1 ranks a process, it has 2"));
   EXPECT(holds(refused([](Launch& launch) { launch.rank = 1; }), ") is already there"));
+}
+
+KDT_TEST(rank_0_tells_of_those_it_refused) {
+  const int port = next_master_port();
+  Processes processes(4, [&](int i) {
+    // Process 2 is one of four, and 3 is a second rank 1.
+    if (i == 3) sleep_ms(500);
+    Launch launch = launch_of(i == 3 ? 1 : i, i == 2 ? 4 : 3, port);
+    return join_and_meet(launch, i == 0 ? 2 : 3);
+  });
+  const std::string told = processes.result(0);
+  EXPECT(holds(told, join("threw: rank 2 of 3 did not come to 127.0.0.1, port ", port + 1)));
+  EXPECT(holds(told, "; process 2 ("));
+  EXPECT(holds(told, ") was refused: the group has 3 processes, it is one of 4"));
+  EXPECT(holds(told, ") was refused: rank 1 ("));
+  EXPECT_EQ(processes.result(1), told);
 }
 
 KDT_TEST(member_that_dies_before_the_start_is_replaced) {
@@ -203,11 +247,11 @@ KDT_TEST(strangers_do_not_disturb) {
   EXPECT_EQ(hear(strangers[149], 16).substr(0, 8), "KDTGROUP");
   EXPECT_EQ(hear(strangers[149], 1), "");  // it was sent away
   say(strangers[145], hello(2, port, 9));
-  EXPECT(holds(hear(strangers[145], 16 + 512), "it speaks version 1 of the protocol"));
+  EXPECT(holds(hear(strangers[145], 16 + 512), "the group speaks version 1 of the protocol"));
   say(strangers[144], hello(0, port, 1));
-  EXPECT(holds(hear(strangers[144], 16 + 512), "the process's number is 0"));
+  EXPECT(holds(hear(strangers[144], 16 + 512), "its number is 0"));
   say(strangers[143], hello(3, port, 1));
-  EXPECT(holds(hear(strangers[143], 16 + 512), "the process's number is 3"));
+  EXPECT(holds(hear(strangers[143], 16 + 512), "its number is 3"));
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(processes.result(rank), "right");
   EXPECT(clock.ms() < 4500);  // not until the silent ones are sent away
   for (const int fd : strangers) close(fd);

@@ -1,5 +1,5 @@
-// What the ranks of one process share: where they meet. Ranks of other processes are joined in by a
-// class derived from it (tcp_group.cpp).
+// What the ranks of one process share to do a collective. Ranks of other processes are joined in by
+// a class derived from it (tcp_group.cpp).
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +16,7 @@
 
 namespace kdt {
 
-class Meeting {
+class Collective {
  public:
   enum class Kind : uint8_t { kGather, kBroadcast, kFollow, kWait };
   // What the ranks must agree on.
@@ -27,15 +27,15 @@ class Meeting {
   };
 
   // Ranks [first, first + local) of `size` are in this process.
-  Meeting(int local, int first, int size, double timeout_s);
-  virtual ~Meeting() = default;
-  Meeting(const Meeting&) = delete;
-  Meeting& operator=(const Meeting&) = delete;
+  Collective(int local, int first, int size, double timeout_s);
+  virtual ~Collective() = default;
+  Collective(const Collective&) = delete;
+  Collective& operator=(const Collective&) = delete;
 
   // Returns when all ranks are here and `out` is filled; throws the reason if the group ends first.
   // Of a broadcast only rank 0's `mine` is read.
-  void meet(int seat, const Call& call, const void* mine, void* out);
-  void set_away(int seat, const std::string& reason);
+  void run(int slot, const Call& call, const void* mine, void* out);
+  void set_away(int slot, const std::string& reason);
   void abort(const std::string& reason);
   std::string reason() const;
 
@@ -46,7 +46,7 @@ class Meeting {
  protected:
   using Time = std::chrono::steady_clock::time_point;
   using Lock = std::unique_lock<std::mutex>;
-  struct Seat {
+  struct Slot {
     bool here = false;
     Call call;
     const void* mine = nullptr;
@@ -73,7 +73,7 @@ class Meeting {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Seat> seats_;
+  std::vector<Slot> slots_;
   uint64_t round_ = 0;  // the number of calls that are done
   int arrived_ = 0;
   Time deadline_ = Time::max();  // of the call; none while only followers are here
@@ -85,7 +85,7 @@ class Meeting {
   bool exchanging_ = false;
 };
 
-// The rank objects of a meeting's seats.
-std::vector<std::unique_ptr<RankGroup>> make_ranks(const std::shared_ptr<Meeting>& meeting);
+// The rank objects, one a slot.
+std::vector<std::unique_ptr<RankGroup>> make_ranks(const std::shared_ptr<Collective>& collective);
 
 }  // namespace kdt

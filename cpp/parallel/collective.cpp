@@ -1,4 +1,4 @@
-#include "parallel/meeting.h"
+#include "parallel/collective.h"
 
 #include <unistd.h>
 
@@ -19,74 +19,74 @@ void copy(void* to, const void* from, int64_t bytes) {
 
 class LocalRank final : public RankGroup {
  public:
-  LocalRank(std::shared_ptr<Meeting> meeting, int seat)
-      : meeting_(std::move(meeting)), seat_(seat) {}
+  LocalRank(std::shared_ptr<Collective> collective, int slot)
+      : collective_(std::move(collective)), slot_(slot) {}
 
   ~LocalRank() override {
     if (forked()) {
       // Threads of the process this one was forked from may hold the mutex or wait, for ever.
-      new std::shared_ptr<Meeting>(std::move(meeting_));
+      new std::shared_ptr<Collective>(std::move(collective_));
       return;
     }
     abort(join("rank ", rank(), " of ", size(), " has left the group"));
   }
 
-  int rank() const override { return meeting_->first + seat_; }
-  int size() const override { return meeting_->size; }
-  double timeout_s() const override { return meeting_->timeout_s; }
+  int rank() const override { return collective_->first + slot_; }
+  int size() const override { return collective_->size; }
+  double timeout_s() const override { return collective_->timeout_s; }
 
   void all_gather(const void* mine, int64_t bytes, void* out) override {
-    meet({Meeting::Kind::kGather, bytes}, mine, out);
+    run({Collective::Kind::kGather, bytes}, mine, out);
   }
   void broadcast(void* data, int64_t bytes) override {
-    meet({Meeting::Kind::kBroadcast, bytes}, data, data);
+    run({Collective::Kind::kBroadcast, bytes}, data, data);
   }
   void wait_for_leader(void* data, int64_t bytes) override {
-    meet({Meeting::Kind::kFollow, bytes}, data, data);
+    run({Collective::Kind::kFollow, bytes}, data, data);
   }
-  void wait_for_all() override { meet({Meeting::Kind::kWait, 0}, nullptr, nullptr); }
+  void wait_for_all() override { run({Collective::Kind::kWait, 0}, nullptr, nullptr); }
   void set_away(const std::string& reason) override {
-    if (!forked()) meeting_->set_away(seat_, reason);
+    if (!forked()) collective_->set_away(slot_, reason);
   }
   void abort(const std::string& reason) noexcept override {
-    if (!forked()) meeting_->abort(reason);
+    if (!forked()) collective_->abort(reason);
   }
   std::string aborted() const override {
-    return forked() ? "the group is another process's" : meeting_->reason();
+    return forked() ? "the group is another process's" : collective_->reason();
   }
 
  private:
-  bool forked() const { return meeting_->process != getpid(); }
+  bool forked() const { return collective_->process != getpid(); }
 
-  void meet(const Meeting::Call& call, const void* mine, void* out) {
-    KDT_CHECK(!forked(), "rank ", rank(), " of ", size(), " belongs to process ", meeting_->process,
-              ", from which this one was forked");
+  void run(const Collective::Call& call, const void* mine, void* out) {
+    KDT_CHECK(!forked(), "rank ", rank(), " of ", size(), " belongs to process ",
+              collective_->process, ", from which this one was forked");
     KDT_CHECK(call.bytes >= 0, "a group cannot exchange ", call.bytes, " bytes");
-    meeting_->meet(seat_, call, mine, out);
+    collective_->run(slot_, call, mine, out);
   }
 
-  std::shared_ptr<Meeting> meeting_;
-  int seat_;
+  std::shared_ptr<Collective> collective_;
+  int slot_;
 };
 
 }  // namespace
 
-Meeting::Meeting(int local, int first, int size, double timeout_s)
+Collective::Collective(int local, int first, int size, double timeout_s)
     : local(local), first(first), size(size), timeout_s(timeout_s), process(getpid()) {
   KDT_CHECK_ARGUMENT(size >= 1 && size <= 1024, "a group of ", size,
                      " ranks cannot be; the number must be 1 to 1024");
   KDT_CHECK_ARGUMENT(timeout_s > 0 && timeout_s <= kLongestTimeout, "the time-out of a group is ",
                      timeout_s, " s; it must be above 0 and at most ", kLongestTimeout);
-  seats_.resize(local);
+  slots_.resize(local);
 }
 
-Meeting::Time Meeting::after_timeout() const {
+Collective::Time Collective::after_timeout() const {
   using std::chrono::steady_clock;
   return steady_clock::now() + std::chrono::duration_cast<steady_clock::duration>(
                                    std::chrono::duration<double>(timeout_s));
 }
 
-void Meeting::wait(Lock& lock, Time deadline) {
+void Collective::wait(Lock& lock, Time deadline) {
   if (deadline == Time::max()) {
     changed_.wait(lock);
   } else {
@@ -94,34 +94,34 @@ void Meeting::wait(Lock& lock, Time deadline) {
   }
 }
 
-std::string Meeting::names(const std::vector<int>& ranks, int size) {
+std::string Collective::names(const std::vector<int>& ranks, int size) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) text += join(i == 0 ? "" : ", ", ranks[i]);
   return join(text, " of ", size);
 }
 
-std::string Meeting::describe(int rank, const Call& call) {
+std::string Collective::describe(int rank, const Call& call) {
   const char* kinds[] = {"all_gather", "broadcast", "wait_for_leader", "wait_for_all"};
   return join("rank ", rank, " came to ", kinds[static_cast<int>(call.kind)], " with ", call.bytes,
               " bytes");
 }
 
-void Meeting::end(std::string reason) {
+void Collective::end(std::string reason) {
   if (!reason_.empty()) return;
   reason_ = reason.empty() ? "the group has ended" : std::move(reason);
   changed_.notify_all();
   on_end();
 }
 
-std::vector<int> Meeting::missing() const {
+std::vector<int> Collective::missing() const {
   std::vector<int> ranks;
-  for (int seat = 0; seat < local; ++seat) {
-    if (!seats_[seat].here) ranks.push_back(first + seat);
+  for (int slot = 0; slot < local; ++slot) {
+    if (!slots_[slot].here) ranks.push_back(first + slot);
   }
   return ranks;
 }
 
-void Meeting::end_for_missing() {
+void Collective::end_for_missing() {
   const std::vector<int> ranks = missing();
   if (ranks.empty()) return;  // the call is about to be complete
   end(join(names(ranks, size), " did not come within ", timeout_s, " s"));
@@ -129,24 +129,24 @@ void Meeting::end_for_missing() {
 
 // Copies while it holds the mutex: no rank whose memory is used can leave meanwhile, and one
 // wake-up is enough.
-bool Meeting::exchange(Lock&) {
-  const Call& call = seats_[0].call;
-  for (Seat& to : seats_) {
+bool Collective::exchange(Lock&) {
+  const Call& call = slots_[0].call;
+  for (Slot& to : slots_) {
     if (call.kind != Kind::kGather) {
-      copy(to.out, seats_[0].mine, call.bytes);
+      copy(to.out, slots_[0].mine, call.bytes);
       continue;
     }
     for (int rank = 0; rank < local; ++rank) {
-      copy(static_cast<char*>(to.out) + rank * call.bytes, seats_[rank].mine, call.bytes);
+      copy(static_cast<char*>(to.out) + rank * call.bytes, slots_[rank].mine, call.bytes);
     }
   }
   return true;
 }
 
-bool Meeting::complete(Lock& lock) {
-  for (int seat = 1; seat < local; ++seat) {
-    if (seats_[seat].call == seats_[0].call) continue;
-    end(join(describe(first, seats_[0].call), ", ", describe(first + seat, seats_[seat].call)));
+bool Collective::complete(Lock& lock) {
+  for (int slot = 1; slot < local; ++slot) {
+    if (slots_[slot].call == slots_[0].call) continue;
+    end(join(describe(first, slots_[0].call), ", ", describe(first + slot, slots_[slot].call)));
     return false;
   }
   exchanging_ = true;
@@ -155,11 +155,11 @@ bool Meeting::complete(Lock& lock) {
     done = exchange(lock);
   } catch (const std::exception& error) {  // no memory for what comes from other processes
     if (!lock.owns_lock()) lock.lock();
-    end(join(describe(first, seats_[0].call), ": ", error.what()));
+    end(join(describe(first, slots_[0].call), ": ", error.what()));
   }
   exchanging_ = false;
   if (done) {
-    for (Seat& seat : seats_) seat.here = false;
+    for (Slot& slot : slots_) slot.here = false;
     arrived_ = 0;
     deadline_ = Time::max();
     ++round_;
@@ -168,16 +168,16 @@ bool Meeting::complete(Lock& lock) {
   return done;
 }
 
-void Meeting::meet(int seat, const Call& call, const void* mine, void* out) {
+void Collective::run(int slot, const Call& call, const void* mine, void* out) {
   Lock lock(mutex_);
   const uint64_t round = round_;
   const bool timed =
-      call.kind == Kind::kFollow ? first + seat == 0 : call.kind != Kind::kWait || local == size;
-  for (const Seat& other : seats_) {
+      call.kind == Kind::kFollow ? first + slot == 0 : call.kind != Kind::kWait || local == size;
+  for (const Slot& other : slots_) {
     if (!other.away.empty()) end(other.away);
   }
   if (!reason_.empty()) throw Error(reason_);
-  seats_[seat] = {true, call, mine, out, ""};
+  slots_[slot] = {true, call, mine, out, ""};
   if (timed && deadline_ == Time::max()) deadline_ = after_timeout();
   if (++arrived_ == local) {
     if (!complete(lock)) throw Error(reason_);
@@ -196,32 +196,32 @@ void Meeting::meet(int seat, const Call& call, const void* mine, void* out) {
   if (round_ == round) throw Error(reason_);
 }
 
-void Meeting::set_away(int seat, const std::string& reason) {
+void Collective::set_away(int slot, const std::string& reason) {
   Lock lock(mutex_);
-  seats_[seat].away = reason;
+  slots_[slot].away = reason;
   if (!reason.empty() && arrived_ > 0) end(reason);
 }
 
-void Meeting::abort(const std::string& reason) {
+void Collective::abort(const std::string& reason) {
   Lock lock(mutex_);
   end(reason);
 }
 
-std::string Meeting::reason() const {
+std::string Collective::reason() const {
   Lock lock(mutex_);
   return reason_;
 }
 
-std::vector<std::unique_ptr<RankGroup>> make_ranks(const std::shared_ptr<Meeting>& meeting) {
+std::vector<std::unique_ptr<RankGroup>> make_ranks(const std::shared_ptr<Collective>& collective) {
   std::vector<std::unique_ptr<RankGroup>> ranks;
-  for (int seat = 0; seat < meeting->local; ++seat) {
-    ranks.push_back(std::make_unique<LocalRank>(meeting, seat));
+  for (int slot = 0; slot < collective->local; ++slot) {
+    ranks.push_back(std::make_unique<LocalRank>(collective, slot));
   }
   return ranks;
 }
 
 std::vector<std::unique_ptr<RankGroup>> make_thread_group(int size, double timeout_s) {
-  return make_ranks(std::make_shared<Meeting>(size, 0, size, timeout_s));
+  return make_ranks(std::make_shared<Collective>(size, 0, size, timeout_s));
 }
 
 }  // namespace kdt
