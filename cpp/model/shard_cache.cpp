@@ -5,12 +5,14 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "core/error.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 #include "io/xxh64.h"
+#include "model/config_reader.h"
 
 namespace kdt {
 namespace {
@@ -30,20 +32,17 @@ std::string hex(uint64_t value) {
   return text;
 }
 
-// JSON of a text in UTF-8.
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (static_cast<unsigned char>(c) < 0x20) {
-      char escaped[7];
-      std::snprintf(escaped, sizeof(escaped), "\\u%04x", static_cast<unsigned>(c));
-      out += escaped;
-    } else {
-      if (c == '"' || c == '\\') out += '\\';
-      out += c;
-    }
-  }
-  return out + "\"";
+uint64_t checksum_of(const std::string& text) { return xxh64(text.data(), text.size()); }
+
+// Of the copied config.json, from which the engine takes what the weights were made for.
+uint64_t config_checksum(const std::string& folder) {
+  return checksum_of(read_text_file(folder + "/config.json", kMaxConfigBytes));
+}
+
+// A path that is not UTF-8 cannot be written down: its checkpoint then counts as gone.
+template <typename JsonText>
+std::string text_of(const JsonText& json, int indent) {
+  return json.dump(indent, ' ', false, JsonText::error_handler_t::replace) + "\n";
 }
 
 // The fields of kdtree_shards.json.
@@ -100,7 +99,7 @@ class Fields {
 std::map<std::string, SafetensorsView> read_tensors(const std::string& path, uint64_t checksum,
                                                     uint64_t data_bytes) {
   const std::string text = read_text_file(path, kMaxTensorsBytes);
-  KDT_CHECK(xxh64(text.data(), text.size()) == checksum, path, ": is not as ", kShardsFile,
+  KDT_CHECK(checksum_of(text) == checksum, path, ": is not as ", kShardsFile,
             " has it (bad checksum)");
   const uint64_t header_bytes = text.size();
   const ReadAt read = [&](uint64_t offset, uint64_t bytes, void* out) {
@@ -114,16 +113,14 @@ std::map<std::string, SafetensorsView> read_tensors(const std::string& path, uin
 }
 
 std::string tensors_text(const TensorSource& source) {
-  std::string text = "{";
+  nlohmann::json tensors = nlohmann::json::object();
   uint64_t at = 0;
   for (const auto& [name, view] : source.tensors()) {
-    text += join(text.size() > 1 ? ",\n" : "\n", quoted(name), ":{\"dtype\":", quoted(view.dtype),
-                 ",\"shape\":[");
-    for (size_t i = 0; i < view.shape.size(); ++i) text += join(i ? "," : "", view.shape[i]);
-    text += join("],\"data_offsets\":[", at, ",", at + view.bytes, "]}");
+    tensors[name] = {
+        {"dtype", view.dtype}, {"shape", view.shape}, {"data_offsets", {at, at + view.bytes}}};
     at += view.bytes;
   }
-  return text + "\n}\n";
+  return text_of(tensors, -1);
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -181,16 +178,19 @@ ShardCache::ShardCache(const std::string& folder) : folder_(folder) {
   const std::string path = folder + "/" + kShardsFile;
   const Json json = parse_json(read_text_file(path, kMaxShardsBytes), path);
   const Fields fields(path, json);
-  KDT_CHECK(fields.text("format") == kFormat, path, ": format is ", quoted(fields.text("format")),
-            ", want ", quoted(kFormat));
+  KDT_CHECK(fields.text("format") == kFormat, path, ": format is \"", fields.text("format"),
+            "\", want \"", kFormat, '"');
   const uint64_t version = fields.integer("version", UINT32_MAX);
   KDT_CHECK(version == kRankFileVersion, path, ": version is ", version,
             ", this engine reads version ", kRankFileVersion, kAgain);
+  KDT_CHECK(json.find("config_xxh64") != nullptr, path,
+            ": made by an older version, config_xxh64 is missing", kAgain);
   terms_.layout = fields.text("layout");
   terms_.size = static_cast<int>(fields.integer("tensor_parallel_size", kMaxRanks));
   terms_.expert_parallel = fields.flag("expert_parallel");
   terms_.source_hash = fields.checksum("source_hash");
   terms_.cache_id = fields.checksum("cache_id");
+  config_checksum_ = fields.checksum("config_xxh64");
   source_folder_ = fields.text("source");
   rank_bytes_ = fields.integers("rank_bytes");
   KDT_CHECK(terms_.size >= 1 && rank_bytes_.size() == static_cast<size_t>(terms_.size), path,
@@ -206,6 +206,8 @@ void ShardCache::check(int size, bool expert_parallel) const {
                      expert_parallel ? "true" : "false", ", but ", folder_,
                      " is a pre-sharded cache made with",
                      terms_.expert_parallel ? " it" : "out it");
+  KDT_CHECK(config_checksum(folder_) == config_checksum_, folder_,
+            "/config.json: changed since this pre-sharded cache was made", kAgain);
   uint64_t hash = 0;
   try {
     hash = hash_checkpoint(source_folder_);
@@ -260,18 +262,19 @@ void write_shards_file(const std::string& folder, const ShardTerms& terms,
   KDT_CHECK(list.size() <= kMaxTensorsBytes, folder, ": a list of tensors of ", list.size(),
             " bytes, want at most ", kMaxTensorsBytes);
   write_file(folder + "/" + kTensorsFile, list);
-  std::string sizes;
-  for (const uint64_t bytes : rank_bytes) sizes += join(sizes.empty() ? "" : ", ", bytes);
-  write_file(
-      folder + "/" + kShardsFile,
-      join("{\n  \"format\": ", quoted(kFormat), ",\n  \"version\": ", kRankFileVersion,
-           ",\n  \"layout\": ", quoted(terms.layout), ",\n  \"tensor_parallel_size\": ", terms.size,
-           ",\n  \"expert_parallel\": ", terms.expert_parallel ? "true" : "false",
-           ",\n  \"source\": ", quoted(source_folder), ",\n  \"source_hash\": \"",
-           hex(terms.source_hash), "\",\n  \"cache_id\": \"", hex(terms.cache_id),
-           "\",\n  \"tensors_xxh64\": \"", hex(xxh64(list.data(), list.size())),
-           "\",\n  \"tensors_bytes\": ", tensors.total_bytes(), ",\n  \"rank_bytes\": [", sizes,
-           "]\n}\n"));
+  const nlohmann::ordered_json shards = {{"format", kFormat},
+                                         {"version", kRankFileVersion},
+                                         {"layout", terms.layout},
+                                         {"tensor_parallel_size", terms.size},
+                                         {"expert_parallel", terms.expert_parallel},
+                                         {"source", source_folder},
+                                         {"source_hash", hex(terms.source_hash)},
+                                         {"cache_id", hex(terms.cache_id)},
+                                         {"config_xxh64", hex(config_checksum(folder))},
+                                         {"tensors_xxh64", hex(checksum_of(list))},
+                                         {"tensors_bytes", tensors.total_bytes()},
+                                         {"rank_bytes", rank_bytes}};
+  write_file(folder + "/" + kShardsFile, text_of(shards, 2));
 }
 
 }  // namespace kdt

@@ -32,7 +32,7 @@ class ShardCache final : public TensorSource {
   explicit ShardCache(const std::string& folder);
 
   // Throws std::invalid_argument when the cache was made for other ranks than these, Error when its
-  // checkpoint is still there, can be read and has changed since.
+  // config.json has changed since, or its checkpoint is still there, can be read and has.
   void check(int size, bool expert_parallel) const;
 
   // Reads a rank's file into a model's weights, as RankFile::load does.
@@ -52,6 +52,7 @@ class ShardCache final : public TensorSource {
  private:
   std::string folder_, source_folder_;
   ShardTerms terms_;
+  uint64_t config_checksum_ = 0;
   std::vector<uint64_t> rank_bytes_;
   bool direct_io_ = false;
   std::map<std::string, SafetensorsView> tensors_;
@@ -66,7 +67,8 @@ int64_t bytes_to_load(const TensorSource& source, int rank);
 
 std::string rank_file_name(int rank, int size);
 
-// Writes what describes a cache into its folder, behind the ranks' files. `rank_bytes`: of each.
+// Writes what describes a cache into its folder, behind the ranks' files and config.json.
+// `rank_bytes`: of each.
 void write_shards_file(const std::string& folder, const ShardTerms& terms,
                        const std::string& source_folder, const TensorSource& tensors,
                        const std::vector<uint64_t>& rank_bytes);

@@ -311,10 +311,39 @@ KDT_TEST(other_weights_than_the_configs_are_refused) {
                  };
                }),
                " bytes, config.json asks for ");
-  // And a config.json of another model than the cache's.
-  replace_in(made.out + "/config.json", "\"moe_intermediate_size\": 32",
-             "\"moe_intermediate_size\": 64");
-  expect_fault(load_fault(made.out), "tensors are not as config.json asks");
+}
+
+// Numbers that no tensor's shape tells: the weights would be computed with in another way.
+KDT_TEST(an_edited_config_is_refused) {
+  for (const std::string folder : {"", "/drafter"}) {
+    Made made;
+    const std::string path = made.out + folder + "/config.json";
+    replace_in(path, "\"rope_theta\": ", "\"rope_theta\": 1");
+    const std::string fault = path + ": changed since this pre-sharded cache was made";
+    expect_fault(load_fault(made.out), fault + ": run kdtree shard again");
+    expect_fault(join(inspect_checkpoint(made.out + folder).faults.at(0)), fault);
+    replace_in(path, "\"rope_theta\": 1", "\"rope_theta\": ");
+    EXPECT_EQ(load_fault(made.out), std::string());
+  }
+  Made made;  // what only says where to stop may be edited
+  replace_in(made.out + "/generation_config.json", "509", "508");
+  EXPECT_EQ(load_fault(made.out), std::string());
+  replace_in(made.out + "/" + kShardsFile, "\"config_xxh64\"", "\"config_xxh65\"");
+  expect_fault(load_fault(made.out), ": made by an older version, config_xxh64 is missing");
+}
+
+KDT_TEST(a_folders_name_may_be_any_text) {
+  for (const std::string name : {"a \"b\" \\ \n \x01 \u4e16", "\xff"}) {  // the last is not UTF-8
+    Made made;
+    const std::string model = made.dir.path(name), out = made.dir.path("named");
+    fs::rename(made.model, model);
+    shard_checkpoint(options_of(model, out));
+    EXPECT_EQ(load_fault(out), std::string());
+    if (name == "\xff") continue;
+    EXPECT_EQ(ShardCache(out).source_folder(), model);
+    std::ofstream(model + "/config.json", std::ios::app) << "\n";
+    expect_fault(load_fault(out), "stale: the checkpoint ");
+  }
 }
 
 }  // namespace
