@@ -12,15 +12,13 @@ namespace py = pybind11;
 namespace kdt {
 namespace {
 
-py::dict synth_checkpoint(py::handle like, py::handle layers, py::handle experts, py::handle hidden,
-                          py::handle vocab, py::handle seed_in, py::handle drafter_in) {
-  const int64_t seed = integer("seed", seed_in);
-  KDT_CHECK_ARGUMENT(seed >= 0, "seed is ", seed, "; want 0 or more");
-  const SynthOptions options{.like = text("like", like),
-                             .layers = integer("layers", layers),
-                             .experts = integer("experts", experts),
-                             .hidden = integer("hidden", hidden),
-                             .vocab = integer("vocab", vocab)};
+py::dict synth_checkpoint(py::handle like, py::handle drafter_in, const py::kwargs& numbers) {
+  SynthOptions options{.like = text("like", like)};
+  for (const auto& [key, value] : numbers) {
+    const std::string name = text("the option", key);
+    options.number(name) = integer(name.c_str(), value);
+  }
+  KDT_CHECK_ARGUMENT(options.seed >= 0, "seed is ", options.seed, "; want 0 or more");
   const bool drafter = boolean("drafter", drafter_in);
   SynthModel model;
   std::shared_ptr<const SynthSource> source;
@@ -29,7 +27,7 @@ py::dict synth_checkpoint(py::handle like, py::handle layers, py::handle experts
     model = make_synth_model(options);
     source = std::make_shared<SynthSource>(
         model, drafter ? SynthSource::Part::kDrafter : SynthSource::Part::kTarget,
-        static_cast<uint64_t>(seed));
+        static_cast<uint64_t>(options.seed));
   }
   py::list shards;
   for (const SynthShard& shard : source->shards()) {
@@ -69,8 +67,7 @@ py::dict synth_checkpoint(py::handle like, py::handle layers, py::handle experts
 
 void register_synth(py::module_& module) {
   module.def("synth_checkpoint", &synth_checkpoint, py::arg("like"), py::kw_only(),
-             py::arg("layers") = 0, py::arg("experts") = 0, py::arg("hidden") = 0,
-             py::arg("vocab") = 0, py::arg("seed") = 0, py::arg("drafter") = false);
+             py::arg("drafter") = false);
 }
 
 }  // namespace kdt

@@ -279,6 +279,18 @@ std::string text_of(const JsonText& json) { return json.dump(2) + "\n"; }
 
 }  // namespace
 
+int64_t& SynthOptions::number(std::string_view name) {
+  const std::map<std::string_view, int64_t*> numbers = {{"layers", &layers},
+                                                        {"experts", &experts},
+                                                        {"hidden", &hidden},
+                                                        {"vocab", &vocab},
+                                                        {"seed", &seed}};
+  const auto found = numbers.find(name);
+  KDT_CHECK_ARGUMENT(found != numbers.end(), "a synthetic model's option is '", name,
+                     "'; want layers, experts, hidden, vocab or seed");
+  return *found->second;
+}
+
 SynthModel make_synth_model(const SynthOptions& options) {
   const Numbers n = numbers_of(options);
   JsonText text = text_config(n);
@@ -308,23 +320,16 @@ SynthOptions parse_synth_name(const std::string& model, uint64_t& seed) {
   std::istringstream parts(model.substr(std::strlen(kSynthPrefix)));
   SynthOptions options;
   std::getline(parts, options.like, ',');
-  int64_t seed_value = 0;
-  const std::map<std::string, int64_t*> keys = {{"layers", &options.layers},
-                                                {"experts", &options.experts},
-                                                {"hidden", &options.hidden},
-                                                {"vocab", &options.vocab},
-                                                {"seed", &seed_value}};
   for (std::string part; std::getline(parts, part, ',');) {
     const size_t equals = std::min(part.find('='), part.size());
     const std::string value = equals < part.size() ? part.substr(equals + 1) : "";
-    const auto key = keys.find(part.substr(0, equals));
     const bool digits = !value.empty() && value.size() <= 18 &&
                         value.find_first_not_of("0123456789") == std::string::npos;
-    KDT_CHECK_ARGUMENT(key != keys.end() && digits, "model is '", model, "': '", part,
-                       "'; want layers, experts, hidden, vocab or seed, '=' and a number");
-    *key->second = std::stoll(value);
+    KDT_CHECK_ARGUMENT(digits, "model is '", model, "': '", part,
+                       "'; want a name, '=' and a number");
+    options.number(part.substr(0, equals)) = std::stoll(value);
   }
-  seed = static_cast<uint64_t>(seed_value);
+  seed = static_cast<uint64_t>(options.seed);
   return options;
 }
 

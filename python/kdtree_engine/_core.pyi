@@ -196,17 +196,8 @@ def plan_memory(
     cut into ranks, what does not fit); with gpu_memory kv_tokens_fit and sequences_fit.
     """
 
-def synth_checkpoint(
-    like: str,
-    *,
-    layers: int = 0,
-    experts: int = 0,
-    hidden: int = 0,
-    vocab: int = 0,
-    seed: int = 0,
-    drafter: bool = False,
-) -> dict[str, Any]:
-    """A checkpoint made by rule; 0 takes the number of the model named. Use `kdtree_engine.synth`.
+def synth_checkpoint(like: str, *, drafter: bool = False, **numbers: int) -> dict[str, Any]:
+    """A checkpoint made by rule; `numbers` are those of `kdtree_engine.synth.plan`, which see.
 
     config, generation_config (text of the files), vocab_size, num_tensors, bytes (of tensors),
     bytes_by_part, shards (a list of dicts: file, header, offset, bytes), and read(offset, out),

@@ -69,26 +69,13 @@ class Plan:
         return sum(folder.made["num_tensors"] for folder in self.folders)
 
 
-def plan(
-    like: str,
-    *,
-    layers: int = 0,
-    experts: int = 0,
-    hidden: int = 0,
-    vocab: int = 0,
-    seed: int = 0,
-    drafter: bool = True,
-) -> Plan:
-    """The checkpoint that `write` would make; 0 takes the number of the model named.
+def plan(like: str, *, drafter: bool = True, **numbers: int) -> Plan:
+    """The checkpoint that `write` would make.
 
-    Raises ValueError naming the option that no model can have.
+    `numbers` are any of layers, experts, hidden, vocab and seed; a size of 0 or none takes that of
+    the model named. Raises ValueError naming the option that no model can have.
     """
-    sizes = {"layers": layers, "experts": experts, "hidden": hidden, "vocab": vocab, "seed": seed}
-
-    def make(part: bool) -> dict[str, Any]:
-        return _core.synth_checkpoint(like, **sizes, drafter=part)
-
-    target = make(False)
+    target = _core.synth_checkpoint(like, drafter=False, **numbers)
     files = {
         "config.json": target["config"],
         "generation_config.json": target["generation_config"],
@@ -97,7 +84,7 @@ def plan(
     }
     folders = [Folder(Path(), target, files)]
     if checks.flag("drafter", drafter):
-        made = make(True)
+        made = _core.synth_checkpoint(like, drafter=True, **numbers)
         folders.append(Folder(Path("drafter"), made, {"config.json": made["config"]}))
     return Plan(like, tuple(folders))
 

@@ -270,6 +270,7 @@ def test_binding_checks_its_arguments() -> None:
     for name, value, message in (
         ("seed", -1, "seed is -1; want 0 or more"),
         ("layers", "2", "layers is '2'; want an integer"),
+        ("layer", 2, "option is 'layer'; want layers, experts, hidden, vocab or seed"),
         ("drafter", 1, "drafter is 1; want True or False"),
     ):
         with pytest.raises(ValueError, match=message):
