@@ -4,8 +4,10 @@
 #include <optional>
 
 #include "bindings/array.h"
+#include "bindings/progress.h"
 #include "bindings/shared_engine.h"
 #include "engine/inspect.h"
+#include "parallel/rendezvous.h"
 
 namespace py = pybind11;
 
@@ -105,13 +107,14 @@ void not_interrupted() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-py::dict inspect(py::handle folder_in, py::handle verify_in) {
+py::dict inspect(py::handle folder_in, py::handle verify_in, py::handle progress_in) {
   const std::string folder = text("folder", folder_in);
   const bool verify = boolean("verify", verify_in);
+  const LoadProgress progress = seldom_progress(progress_in);
   CheckpointReport report;
   {
     const GilRelease release;
-    report = inspect_checkpoint(folder, verify);
+    report = inspect_checkpoint(folder, verify, progress);
   }
   py::dict d = report.is_drafter ? describe(report.drafter) : describe(report.model);
   d["kind"] = report.is_drafter ? "drafter" : "target";
@@ -418,7 +421,9 @@ void register_engine(py::module_& module) {
       .def("stats", &stats)
       .def("config", &config);
 
-  module.def("inspect_checkpoint", &inspect, py::arg("folder"), py::arg("verify") = false);
+  module.def("inspect_checkpoint", &inspect, py::arg("folder"), py::arg("verify") = false,
+             py::arg("progress") = py::none());
+  module.def("missing_ranks", &net::missing_ranks);
   module.def(
       "set_nccl_library", [](py::handle path) { set_nccl_library(text("path", path)); },
       py::arg("path"));

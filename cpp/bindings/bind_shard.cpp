@@ -2,8 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/array.h"
-#include "bindings/gil.h"
-#include "core/clock.h"
+#include "bindings/progress.h"
 #include "engine/memory_plan.h"
 #include "engine/shard.h"
 
@@ -23,23 +22,7 @@ py::dict shard(py::handle model, py::handle out, py::handle drafter, py::handle 
   options.num_threads = integer<int>("num_threads", num_threads);
   options.tensor_parallel_size = integer<int>("tensor_parallel_size", tensor_parallel_size);
   options.expert_parallel = boolean("expert_parallel", expert_parallel);
-  KDT_CHECK_ARGUMENT(progress.is_none() || PyCallable_Check(progress.ptr()), "progress is ",
-                     shown(progress), "; want a function or None");
-  // Ten times a second Python hears of it, and an interrupt is heard of.
-  Clock since;
-  bool told = false;
-  options.progress = [&](int64_t done, int64_t total) {
-    if (told && done < total && since.ms() < 100) return;
-    told = true;
-    since = Clock();
-    const GilAcquire acquire;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (progress.is_none()) return;
-    PyObject* result = PyObject_CallFunction(progress.ptr(), "LL", static_cast<long long>(done),
-                                             static_cast<long long>(total));
-    if (result == nullptr) throw py::error_already_set();
-    Py_DECREF(result);
-  };
+  options.progress = seldom_progress(progress);
   ShardSummary summary;
   {
     const GilRelease release;

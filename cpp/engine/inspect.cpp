@@ -33,7 +33,8 @@ std::string part_of_tensor(const std::string& name) {
 namespace {
 
 // What is wrong with the files of a cache.
-void inspect_cache(const ShardCache& cache, bool verify, CheckpointReport& report) {
+void inspect_cache(const ShardCache& cache, bool verify, const LoadProgress& progress,
+                   CheckpointReport& report) {
   const ShardTerms& terms = cache.terms();
   report.cache = {.layout = terms.layout,
                   .source = cache.source_folder(),
@@ -48,19 +49,26 @@ void inspect_cache(const ShardCache& cache, bool verify, CheckpointReport& repor
     }
   };
   collect([&] { cache.check(terms.size, terms.expert_parallel); });
+  int64_t before = 0, total = 0;  // bytes of lower ranks' files, and of all
+  for (int rank = 0; rank < terms.size; ++rank) total += cache.bytes(rank);
+  const auto tell = [&](int64_t done, int64_t) {
+    if (progress) progress(before + done, total);
+  };
   for (int rank = 0; rank < terms.size; ++rank) {
     report.cache.rank_bytes.push_back(cache.bytes(rank));
     collect([&] {
       RankFile file = cache.open_rank(rank);
       if (verify && outgrows_page_cache(cache.total_bytes())) file.use_direct_io();
-      if (verify) file.verify({});
+      if (verify) file.verify(tell);
     });
+    before += cache.bytes(rank);
   }
 }
 
 }  // namespace
 
-CheckpointReport inspect_checkpoint(const std::string& folder, bool verify) {
+CheckpointReport inspect_checkpoint(const std::string& folder, bool verify,
+                                    const LoadProgress& progress) {
   KDT_CHECK_ARGUMENT(!verify || is_shard_cache(folder), "verify is true, but ", folder,
                      " is no pre-sharded cache: only its files have checksums");
   CheckpointReport report;
@@ -101,7 +109,7 @@ CheckpointReport inspect_checkpoint(const std::string& folder, bool verify) {
     if (faults.count > report.faults.size())
       report.faults.push_back(join("and ", faults.count - report.faults.size(), " more"));
     report.unknown = faults.unknown;
-    if (cache != nullptr) inspect_cache(*cache, verify, report);
+    if (cache != nullptr) inspect_cache(*cache, verify, progress, report);
     const std::string drafter = folder + "/drafter";
     if (!report.is_drafter && has_entry(drafter + "/config.json"))
       check_draft_config(load_draft_config(drafter), report.model, drafter + "/config.json");

@@ -8,6 +8,7 @@
 
 #include "io/safetensors.h"
 #include "model/config.h"
+#include "model/loader.h"
 
 namespace kdt {
 
@@ -36,7 +37,9 @@ struct CheckpointReport {
 };
 
 // Throws Error when the folder has no readable config.json. Faults of tensors are in the report.
-// `verify`: reads all of a pre-sharded cache and compares its checksums.
-CheckpointReport inspect_checkpoint(const std::string& folder, bool verify = false);
+// `verify`: reads all of a pre-sharded cache and compares its checksums; `progress` gets bytes of
+// its files, and what it throws is thrown unless that is an Error.
+CheckpointReport inspect_checkpoint(const std::string& folder, bool verify = false,
+                                    const LoadProgress& progress = {});
 
 }  // namespace kdt

@@ -71,7 +71,7 @@ int64_t draft_workspace(const DraftConfig& c, const Shard& shard, int64_t kv_hea
   if (shard.size > 1) values += rows * shard.count(taps * c.hidden_size);
   values += std::max(rows, block_rows) * 2 * kv_heads * c.head_dim;
   values += block_rows *
-            (4 * c.hidden_size + 2 * heads * c.head_dim + 3 * shard.count(c.intermediate_size) + 1);
+            (4 * c.hidden_size + 2 * heads * c.head_dim + 3 * shard.count(c.intermediate_size));
   return kFloat * (values + positions * c.head_dim);
 }
 
@@ -80,7 +80,7 @@ int64_t engine_workspace(const ModelConfig& c, const DraftConfig* drafter, const
                          const MemoryOptions& options, int64_t rows, int64_t max_model_len) {
   const int64_t vocab = shard.count(c.vocab_size);
   int64_t values = kLogitRows * vocab;
-  if (shard.size > 1) values += shard.size * kLogitRows * std::max<int64_t>(2, vocab);
+  if (shard.size > 1) values += shard.size * std::max(2 * rows, kLogitRows * vocab);
   if (drafter != nullptr) {
     const auto taps = static_cast<int64_t>(drafter->target_layer_ids.size());
     values += options.max_num_seqs * (drafter->block_size - 1) * vocab;
@@ -103,30 +103,46 @@ void check_range(const char* name, int64_t value, int64_t min, int64_t max) {
                      max);
 }
 
-// Weights and caches in the memory there is.
+// The longest max_model_len that leaves room for so many sequences and the spare one.
+int64_t longest_of(const MemoryPlan& plan, int64_t sequences) {
+  // Blocks of a slot hold a tree besides.
+  return plan.kv_tokens_fit / (sequences + 1) / kBlockSize * kBlockSize - kMaxTreeBudget -
+         kBlockSize;
+}
+
+// Weights and caches in the memory there is. What does not fit is told with the options that help.
 void fit(const MemoryOptions& options, MemoryPlan& plan) {
+  constexpr const char* kMoreMemory = "raise tensor_parallel_size or gpu_memory";
+  const std::string memory = join("gpu_memory is ", gib(options.gpu_memory), " a rank");
+  if (plan.overhead >= options.gpu_memory) {
+    plan.faults.push_back(join(memory, ", and overhead is ", gib(plan.overhead),
+                               ": raise gpu_memory or lower overhead"));
+    return;
+  }
   const int64_t free = options.gpu_memory - plan.weights - plan.workspace - plan.overhead;
   if (free <= 0) {
-    plan.faults.push_back(join("gpu_memory is ", gib(options.gpu_memory), " a rank: the weights, ",
-                               gib(plan.weights), ", the workspace, ", gib(plan.workspace),
-                               ", and the overhead, ", gib(plan.overhead),
-                               ", do not fit: use more ranks"));
+    const bool is_workspace = plan.workspace + plan.overhead >= options.gpu_memory;
+    plan.faults.push_back(
+        join(memory, ": the weights, ", gib(plan.weights), ", the workspace, ", gib(plan.workspace),
+             ", and what is set aside as overhead, ", gib(plan.overhead),
+             ", do not fit: ", is_workspace ? "lower max_model_len or max_num_seqs" : kMoreMemory));
     return;
   }
   plan.kv_tokens_fit = free / (plan.kv_bytes_per_token + plan.draft_kv_bytes_per_token);
   plan.sequences_fit = std::max<int64_t>(0, plan.kv_tokens_fit / plan.slot_tokens - 1);
   if (plan.cache_tokens <= plan.kv_tokens_fit) return;
-  // Blocks of a slot hold a tree besides.
-  const int64_t longest =
-      plan.kv_tokens_fit / (options.max_num_seqs + 1) / kBlockSize * kBlockSize - kMaxTreeBudget -
-      kBlockSize;
-  plan.faults.push_back(join(
-      "the cache of max_num_seqs + 1 = ", options.max_num_seqs + 1, " sequences of max_model_len ",
-      plan.max_model_len, " takes ", plan.cache_tokens, " tokens, ", plan.kv_tokens_fit,
-      " fit: ", plan.sequences_fit > 0 ? join("set max_num_seqs ", plan.sequences_fit) : "",
-      plan.sequences_fit > 0 && longest > 0 ? " or " : "",
-      longest > 0 ? join("set max_model_len ", longest) : "",
-      plan.sequences_fit <= 0 && longest <= 0 ? "use more ranks" : ""));
+  std::vector<std::string> ways;
+  if (plan.sequences_fit > 0) ways.push_back(join("set max_num_seqs ", plan.sequences_fit));
+  if (const int64_t length = longest_of(plan, options.max_num_seqs); length > 0) {
+    ways.push_back(join("set max_model_len ", length));
+  } else if (const int64_t of_one = longest_of(plan, 1); ways.empty() && of_one > 0) {
+    ways.push_back(join("set max_num_seqs 1 and max_model_len ", of_one));
+  }
+  if (ways.empty()) ways.push_back(kMoreMemory);
+  plan.faults.push_back(join("the cache of max_num_seqs + 1 = ", options.max_num_seqs + 1,
+                             " sequences of max_model_len ", plan.max_model_len, " takes ",
+                             plan.cache_tokens, " tokens, ", plan.kv_tokens_fit, " fit: ", ways[0],
+                             ways.size() > 1 ? " or " + ways[1] : ""));
 }
 
 }  // namespace

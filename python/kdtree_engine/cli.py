@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.cli_bench_rank import bench_rank
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
+from kdtree_engine.cli_load import EngineOptions, bytes_bar, engine_options, load
 from kdtree_engine.cli_shard import shard
 from kdtree_engine.cli_synth import synth
 
@@ -54,10 +56,10 @@ def _version(
 
 @app.command()
 @common.errors_in_one_line
+@engine_options
 def generate(
     prompt: Prompt,
-    model: common.Model = None,
-    draft_model: common.DraftModel = None,
+    engine: EngineOptions,
     method: common.Method = None,
     tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
@@ -71,11 +73,6 @@ def generate(
     ] = False,
     chat: common.Chat = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
-    max_model_len: common.MaxModelLen = 0,
-    num_threads: common.NumThreads = 0,
-    device: common.Device = "auto",
-    tensor_parallel_size: common.TensorParallelSize = 1,
-    expert_parallel: common.ExpertParallel = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -103,19 +100,8 @@ def generate(
         raise common.OptionError("--stop is empty: give the text that ends the output")
     text = common.read_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
-    speculative = common.speculative_options(
-        draft_model, method, tree_budget, tree_topk, draft_temperature
-    )
-    llm = common.load(
-        model,
-        speculative,
-        quiet=as_json,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
-    )
+    speculative = common.speculative_options(method, tree_budget, tree_topk, draft_temperature)
+    llm = load(engine, speculative, quiet=as_json)
     terminal = sys.stdout.isatty() and not as_json
     with common.start(llm, text, chat, system, params) as stream:
         with common.prefill_bar(as_json) as show_prefill:
@@ -187,7 +173,8 @@ def inspect(
     """Show what a checkpoint or a KDTR file holds, what is wrong with it, and what it needs.
 
     Ends with status 1 when a fault was found. Loads no weights: the plan of a GPU's memory, which
-    --tp and --gpu-memory ask for, is made from the headers.
+    --tp and --gpu-memory ask for, is made from the headers, and what config.json says is left out
+    beside it.
 
     \b
     Examples:
@@ -214,26 +201,26 @@ def inspect(
         plan["max_num_seqs"] = max_num_seqs
     if draft_model is not None:
         common.check_checkpoint("--draft-model", draft_model)
-    if not inspect_path(path, as_json, verify=verify, plan=plan or None, drafter=draft_model):
+    with bytes_bar("verifying", path.name) if verify else nullcontext() as progress:
+        fine = inspect_path(
+            path, as_json, verify=verify, plan=plan or None, drafter=draft_model, progress=progress
+        )
+    if not fine:
         raise typer.Exit(1)
 
 
 @app.command()
 @common.errors_in_one_line
+@engine_options
 def tree(
     prompt: Prompt,
-    model: common.Model = None,
-    draft_model: common.DraftModel = None,
+    engine: EngineOptions,
     tree_budget: Annotated[str, typer.Option(metavar="N", help="Draft nodes.")] = "16",
     tree_topk: common.TreeTopk = None,
     draft_temperature: common.DraftTemperature = None,
     after: Annotated[int, typer.Option(min=0, help="Rounds to skip first.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Also write a picture to this file.")] = None,
     chat: common.Chat = False,
-    num_threads: common.NumThreads = 0,
-    device: common.Device = "auto",
-    tensor_parallel_size: common.TensorParallelSize = 1,
-    expert_parallel: common.ExpertParallel = False,
 ) -> None:
     """Draw the draft tree of the next round and the path the target accepts.
 
@@ -252,17 +239,8 @@ def tree(
     text = common.read_prompt(prompt)
     common.check_writable("--svg", svg)
     common.parse_budget(tree_budget, auto=False)
-    speculative = common.speculative_options(
-        draft_model, "ddtree", tree_budget, tree_topk, draft_temperature
-    )
-    llm = common.load(
-        model,
-        speculative,
-        device=device,
-        num_threads=num_threads,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
-    )
+    speculative = common.speculative_options("ddtree", tree_budget, tree_topk, draft_temperature)
+    llm = load(engine, speculative)
     params = SamplingParams(max_tokens=None)
     drawn = None
     with common.start(llm, text, chat, None, params) as stream:

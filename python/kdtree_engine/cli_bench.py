@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_common import OptionError
+from kdtree_engine.cli_load import EngineOptions, engine_options, load
 from kdtree_engine.outputs import SpecStats
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS
 
@@ -197,10 +198,10 @@ def _cpu_name() -> str:
 
 
 @common.errors_in_one_line
+@engine_options
 def bench(
     context: typer.Context,
-    model: common.Model = None,
-    draft_model: common.DraftModel = None,
+    engine: EngineOptions,
     methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
     budgets: Annotated[
         str | None,
@@ -223,10 +224,6 @@ def bench(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens a prompt.")
     ] = 128,
-    num_threads: common.NumThreads = 0,
-    device: common.Device = "auto",
-    tensor_parallel_size: common.TensorParallelSize = 1,
-    expert_parallel: common.ExpertParallel = False,
     arithmetic: Annotated[
         bool,
         typer.Option("--arithmetic", help="Compare plain decoding with the machine's ceilings."),
@@ -253,28 +250,21 @@ def bench(
 
     settings = settings_of(methods, budgets)
     common.check_writable("--json", json_file)
-    folder = model or default_model()
-    common.check_checkpoint("--model" if model else "the model", folder)
-    if len(settings) > 1 and find_drafter(folder, draft_model) is None:
+    folder = engine.model or default_model()
+    common.check_checkpoint("--model" if engine.model else "the model", folder)
+    if len(settings) > 1 and find_drafter(folder, engine.draft_model) is None:
         raise OptionError(
             f"{folder} has no drafter: name one with --draft-model, or use --methods none"
         )
     listed = read_prompts(prompts or folder / PROMPTS_FILE)
     listed = listed[:limit] if limit else listed
-    speculative = common.speculative_options(draft_model, None if len(settings) > 1 else "none")
-    llm = common.load(
-        model,
-        speculative,
-        device=device,
-        num_threads=num_threads,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
-    )
+    speculative = common.speculative_options(None if len(settings) > 1 else "none")
+    llm = load(engine, speculative)
     used = str(llm.stats()["device"])
     if arithmetic and used != "cpu":
         raise OptionError(
-            f"--arithmetic compares with the ceilings of this CPU, and --device {device} computes "
-            f"on {used}: add --device cpu"
+            "--arithmetic compares with the ceilings of this CPU, and --device "
+            f"{engine.device} computes on {used}: add --device cpu"
         )
     measure(llm, listed, settings, max_tokens)
     _print_table(settings, len(listed), max_tokens, used)

@@ -97,7 +97,13 @@ def bench_rank(
         table.add_column(head, justify="right")
     for record in records:
         table.add_row(str(record["rows"]), *(f"{record[key]:.1f}" for key in keys))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"one alone: rank 0's part of the weights, summing nothing; {size} ranks: the whole pass; "
+        f"added: what the ranks add to one alone; {sums} sums: as many as a pass has, from one sum "
+        "over ranks timed in a row"
+    )
     print(f"sums over ranks: {result['communication']}", file=sys.stderr)
     if json_file is not None:
         asked = {"like": like, "layers": layers, "tensor_parallel_size": size}

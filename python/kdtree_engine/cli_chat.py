@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kdtree_engine import cli_common as common
+from kdtree_engine.cli_load import EngineOptions, engine_options, load
 
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
@@ -28,9 +29,9 @@ _QUOTES = '"""'
 
 
 @common.errors_in_one_line
+@engine_options
 def chat(
-    model: common.Model = None,
-    draft_model: common.DraftModel = None,
+    engine: EngineOptions,
     method: common.Method = None,
     tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
@@ -44,11 +45,6 @@ def chat(
         str | None,
         typer.Option(metavar="JSON", help="Variables for the model's chat template."),
     ] = None,
-    max_model_len: common.MaxModelLen = 0,
-    num_threads: common.NumThreads = 0,
-    device: common.Device = "auto",
-    tensor_parallel_size: common.TensorParallelSize = 1,
-    expert_parallel: common.ExpertParallel = False,
 ) -> None:
     """Talk with a model.
 
@@ -66,20 +62,10 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens)
     variables = _object("--chat-template-kwargs", chat_template_kwargs)
-    speculative = common.speculative_options(
-        draft_model, method, tree_budget, tree_topk, draft_temperature
-    )
+    speculative = common.speculative_options(method, tree_budget, tree_topk, draft_temperature)
     if sys.stdin is None:
         raise common.OptionError("standard input is closed: there is nobody to talk with")
-    llm = common.load(
-        model,
-        speculative,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
-    )
+    llm = load(engine, speculative)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(llm, params, system, variables, terminal)
     if terminal:

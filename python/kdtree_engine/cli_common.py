@@ -1,4 +1,4 @@
-"""What the commands share: options, loading with a progress bar, errors in one line."""
+"""What the commands share: options, errors in one line, what they print."""
 
 import codecs
 import functools
@@ -14,11 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
 )
 
 from kdtree_engine import checks
@@ -29,25 +26,10 @@ if TYPE_CHECKING:
     from kdtree_engine.outputs import StreamChunk
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-SLOW_LOAD_S = 2.0  # a load that takes longer is summed up in a line
 
-Model = Annotated[
-    Path | None,
-    typer.Option(
-        "--model", "-m", help="Checkpoint folder.  [default: $KDTREE_MODEL, or the bundled model]"
-    ),
-]
 DraftModel = Annotated[
     Path | None,
     typer.Option(help="Drafter's folder.  [default: the folder 'drafter' inside the model's]"),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Where to compute: auto (a GPU if there is one and no --num-threads, else the CPU), "
-        "cpu, cuda, cuda:N, or check:A,B (both, compared op by op). With --tp: cuda is a GPU for "
-        "each rank; cuda:0,cuda:0 and the like name them."
-    ),
 ]
 TensorParallelSize = Annotated[
     int,
@@ -67,6 +49,7 @@ MaxModelLen = Annotated[
         show_default=False, help="Most tokens of prompt and text.  [default: the model's own]"
     ),
 ]
+
 # None where the option is not given: given with a method that has no use for it, it is refused.
 Method = Annotated[
     str | None,
@@ -91,7 +74,7 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model'
 _OPTION_NAMES = re.compile(
     r"^(?:speculative_config: )?"
     r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device|"
-    r"tensor_parallel_size|expert_parallel|gpu_memory|overhead|max_num_seqs|verify|out)"
+    r"tensor_parallel_size|expert_parallel|rank_timeout|gpu_memory|overhead|max_num_seqs|verify|out)"
     r"(?= (?:is|must|has) )"
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
@@ -189,70 +172,6 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _load_summary(name: str, stats: dict[str, Any]) -> str:
-    """One line on a load: what, where, and if it took more than a moment, how fast."""
-    line = f"loaded {name} on {stats.get('device', 'cpu')}"
-    if (ranks := stats.get("tensor_parallel_size", 1)) > 1:
-        line += f", {ranks} ranks"
-    seconds, size = stats.get("load_seconds", 0.0), stats.get("load_bytes", 0)
-    if seconds <= SLOW_LOAD_S:
-        return line
-    line += f": {size / 1e9:.1f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s"
-    with suppress(OSError):  # where there is no /proc
-        peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-        line += f", at most {int(peak[1]) * 1024 / 1e9:.1f} GB of memory" if peak else ""
-    return line
-
-
-def load(
-    model: Path | None, speculative: dict[str, Any], quiet: bool = False, **options: Any
-) -> "LLM":
-    """Loads the model with a progress bar on stderr, or one line when that is no terminal."""
-    from kdtree_engine.llm import LLM
-    from kdtree_engine.locations import default_model, find_drafter
-
-    folder, named = model or default_model(), speculative.get("model")
-    check_checkpoint("--model" if model else "the model", folder)
-    if named is not None:
-        check_checkpoint("--draft-model", named)
-    wants_drafter = speculative.keys() - {"model"} and speculative.get("method") != "none"
-    if wants_drafter and find_drafter(folder, named) is None:
-        raise OptionError(
-            f"drafts need a drafter, and {folder} has no folder 'drafter': name one with "
-            "--draft-model"
-        )
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if options.get("tensor_parallel_size", 1) == 1 and processes not in ("", "1"):
-        print(
-            f"WORLD_SIZE is {processes}, but --tp is 1: this process works for itself alone",
-            file=sys.stderr,
-        )
-    name = folder.resolve().name
-    console = stderr_console()
-    if quiet or not console.is_terminal:
-        llm = LLM(model, speculative_config=speculative, **options)
-        if not quiet:
-            print(_load_summary(name, llm.stats()), file=sys.stderr)
-        return llm
-    columns = (
-        TextColumn("loading {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=None, visible=False)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        llm = LLM(model, speculative_config=speculative, progress=progress, **options)
-    if llm.stats().get("load_seconds", 0.0) > SLOW_LOAD_S:
-        print(_load_summary(name, llm.stats()), file=sys.stderr)
-    return llm
-
-
 @contextmanager
 def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
     """Gives a function to call with every chunk; the bar is gone when the first text comes."""
@@ -277,7 +196,6 @@ def prefill_bar(quiet: bool) -> Iterator[Callable[["StreamChunk"], None]]:
 
 
 def speculative_options(
-    draft_model: Path | None,
     method: str | None = None,
     tree_budget: str | None = None,
     tree_topk: int | None = None,
@@ -285,8 +203,6 @@ def speculative_options(
 ) -> dict[str, Any]:
     """The `speculative_config` that options of the command line stand for, checked."""
     options: dict[str, Any] = {}
-    if draft_model is not None:
-        options["model"] = draft_model
     if method is not None:
         options["method"] = method
     if tree_budget is not None:
@@ -303,7 +219,7 @@ def speculative_options(
             f"--{trees[0].replace('_', '-')} needs trees, --method {method} builds none: leave one "
             "out"
         )
-    SpeculativeConfig.from_dict({k: v for k, v in options.items() if k != "model"}, "ddtree")
+    SpeculativeConfig.from_dict(options, "ddtree")
     return options
 
 

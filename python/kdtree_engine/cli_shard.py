@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from kdtree_engine import cli_common as common
+from kdtree_engine.cli_load import bytes_bar
 
 
 @common.errors_in_one_line
@@ -62,17 +62,7 @@ def shard(
         )
     drafter = find_drafter(model, draft_model)
     started = time.monotonic()
-    columns = (TextColumn("writing {task.description}"), BarColumn(), DownloadColumn())
-    console = common.stderr_console()
-    with Progress(
-        *columns, TransferSpeedColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(out.name, total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with bytes_bar("writing", out.name) as progress:
         made: dict[str, Any] = _core.shard_checkpoint(
             str(model),
             str(out),

@@ -1,7 +1,7 @@
 """`kdtree inspect`: what a checkpoint folder or a KDTR file holds, and what is wrong with it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree_engine import kdtr
-from kdtree_engine.inspect_plan import print_plan
+from kdtree_engine.inspect_plan import print_plan, with_option_names
 
 
 def inspect_path(
@@ -21,17 +21,18 @@ def inspect_path(
     verify: bool = False,
     plan: Mapping[str, Any] | None = None,
     drafter: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> bool:
     """Prints what is at `path`; whether it is free of faults.
 
     Of a folder: `verify` compares a pre-sharded cache with its checksums, `plan` has options of
-    `_core.plan_memory`, and `drafter` is the drafter's folder, by default `drafter` inside. Raises
-    ValueError or OSError for what is neither a checkpoint folder nor a KDTR file, and ValueError
-    for a bad option.
+    `_core.plan_memory`, and `drafter` is the drafter's folder, by default `drafter` inside.
+    `progress` gets the bytes that were verified, and all. Raises ValueError or OSError for what is
+    neither a checkpoint folder nor a KDTR file, and ValueError for a bad option.
     """
     console = console or Console(highlight=False)
     if path.is_dir():
-        return _inspect_folder(path, as_json, console, verify, plan, drafter)
+        return _inspect_folder(path, as_json, console, verify, plan, drafter, progress)
     if path.exists() and (verify or plan is not None or drafter is not None):
         raise ValueError(f"{path} is no folder: only a checkpoint's has ranks, memory or a drafter")
     if path.suffix == ".safetensors":
@@ -77,13 +78,14 @@ def _inspect_folder(
     verify: bool,
     plan: Mapping[str, Any] | None,
     drafter: Path | None,
+    progress: Callable[[int, int], None] | None,
 ) -> bool:
     from kdtree_engine import _core
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
-    checked = {"verify": True} if verify else {}
-    reports = {"model": _core.inspect_checkpoint(str(folder), **checked)}
+    checked: dict[str, Any] = {"verify": True, "progress": progress} if verify else {}
+    reports: dict[str, Any] = {"model": _core.inspect_checkpoint(str(folder), **checked)}
     if drafter is None and (folder / "drafter").is_dir():
         drafter = folder / "drafter"
     if drafter is not None:
@@ -100,7 +102,7 @@ def _inspect_folder(
     if plan is not None:
         try:
             planned = _core.plan_memory(str(folder), str(drafter) if drafter else None, **plan)
-            faults += [f"plan: {fault}" for fault in planned["faults"]]
+            faults += [f"plan: {with_option_names(fault)}" for fault in planned["faults"]]
         except RuntimeError as error:
             if not any(str(error) in fault for fault in faults):
                 faults.append(f"plan: {error}")
@@ -109,11 +111,12 @@ def _inspect_folder(
         print(json.dumps({**reports, **extra, "faults": faults}))
         return not faults
     for part, report in reports.items():
-        table = Table(
-            title=Text(f"{part}: {drafter if part == 'drafter' else folder}"),
-            title_justify="left",
-            show_header=False,
-        )
+        title = f"{part}: {drafter if part == 'drafter' else folder}"
+        if plan is not None and "total_bytes" in report:  # who asks for a plan wants to see that
+            size = f"{report['num_tensors']:,} tensors, {report['total_bytes'] / 2**30:.2f} GiB"
+            console.print(Text(f"{title}: {size}"))
+            continue
+        table = Table(title=Text(title), title_justify="left", show_header=False)
         table.add_column("field")
         table.add_column("value", overflow="fold")
         _add_rows(table, "", {k: v for k, v in report.items() if k != "faults"})

@@ -31,7 +31,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 def print_plan(plan: dict[str, Any], console: Console) -> None:
-    """Prints what `_core.plan_memory` found, but for its faults."""
+    """Prints what `_core.plan_memory` found, but for its faults; the verdict comes last."""
     ranks = plan["tensor_parallel_size"]
     title = f"each of {ranks} ranks" if ranks > 1 else "one rank"
     if plan["expert_parallel"]:
@@ -40,7 +40,8 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     table.add_column("part")
     for _ in range(2):
         table.add_column("size", justify="right")
-    if not plan["weights"]:  # the model cannot be cut
+    if not plan["weights"]:
+        console.print(Text(f"the model cannot be cut for {ranks} ranks", style="red"))
         return
     for part, size in sorted(plan["weights_by_part"].items(), key=lambda item: -item[1]):
         table.add_row(part, f"{size:,}", _gib(size))
@@ -66,6 +67,30 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
             f"sequences of {plan['max_model_len']:,} that fit", f"{plan['sequences_fit']:,}", ""
         )
     console.print(table)
+    console.print(_verdict(plan, per_token))
+
+
+def _verdict(plan: dict[str, Any], per_token: int) -> Text:
+    """Whether all fits, in a line or two."""
+    fixed = plan["weights"] + plan["workspace"] + plan["overhead"]
+    cache = plan["cache_tokens"] * per_token
+    each = f"{_gib(fixed + cache)} a rank, {_gib(cache)} of it for the cache"
+    asked = f"{plan['max_num_seqs']} + 1 sequences of {plan['max_model_len']:,} tokens"
+    if not plan["gpu_memory"]:
+        return Text(f"needs {each} of {asked}; --gpu-memory SIZE tells whether that fits")
+    fits = plan["cache_tokens"] <= plan["kv_tokens_fit"]
+    return Text(
+        f"{'fits' if fits else 'does not fit'}: needs {each}, has {_gib(plan['gpu_memory'])}; "
+        f"{plan['kv_tokens_fit']:,} cache tokens fit, {asked} take {plan['cache_tokens']:,}",
+        style="green" if fits else "red",
+    )
+
+
+def with_option_names(fault: str) -> str:
+    """A fault of a plan in words of the command line: max_model_len is --max-model-len."""
+    names = r"\b(max_model_len|max_num_seqs|gpu_memory|(?:(?<=and )|(?<=lower ))overhead)\b"
+    fault = re.sub(names, lambda name: f"--{name[0].replace('_', '-')}", fault)
+    return fault.replace("tensor_parallel_size", "--tp")
 
 
 def _gib(size: int) -> str:

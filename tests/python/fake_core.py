@@ -137,6 +137,10 @@ class Engine:
         return SimpleNamespace(**fields, accepted=np.array(path, np.int32))
 
 
+def missing_ranks() -> str:
+    return ""
+
+
 def inspect_checkpoint(folder: str) -> dict[str, Any]:
     return {"model_type": "kimi_k2", "sizes": {"hidden_size": 64}, "faults": []}
 

@@ -22,6 +22,7 @@ def test_times_on_ranks(run: Run, tmp_path: Path, ranks: int, layers: int) -> No
     status, out, err = run(*TINY, *options, "--json", str(out_file))
     assert status == 0, err
     assert f"tiny, {layers} layers, {ranks} ranks on cpu" in " ".join(out.split())
+    assert f"{ranks} ranks: the whole pass" in " ".join(out.split())
     result = json.loads(out_file.read_text())
     assert result["communication"] and result["communication"] in err
     # The embedding, and two a layer: attention and experts.

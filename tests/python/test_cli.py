@@ -114,6 +114,8 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
         (["--stop", ""], "--stop is empty"),
         (["--system", "x"], "--system needs --chat"),
         (["-t", "99999999999"], "--num-threads is 99999999999, want 0 to 1024"),
+        (["--rank-timeout", "5"], "--rank-timeout needs ranks: give their number with --tp"),
+        (["--tp", "2", "--rank-timeout", "0"], "--rank-timeout is 0.0, want 0.1 to"),
         (["-t", "-1"], "--num-threads is -1, want 0 to 1024"),
         (["--max-model-len", str(2**70)], f"--max-model-len is {2**70}, want 0 to "),
         (["--tree-budget", "8", "--tree-topk", "9"], "--tree-topk is 9, more than tree_budget, 8"),
@@ -136,6 +138,26 @@ def test_wrong_options_are_one_line(
     status, out, err = run("generate", "hello", *arguments)
     assert status == 2 and out == ""
     assert message in err and err.startswith("kdtree: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "tree", "bench", "chat"])
+def test_every_command_has_the_engines_options(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    given: dict[str, Any] = {}
+
+    def made(self: Any, model: str, drafter: str | None, device: str, **options: Any) -> None:
+        given.update(device=device, **options)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(scripted, "__init__", made)
+    (tmp_path / "prompts.json").write_text('[{"text": "x"}]')
+    own = {"bench": ["--prompts", str(tmp_path / "prompts.json")], "chat": []}.get(command, ["x"])
+    options = ["--device", "cpu", "--tp", "4", "--expert-parallel", "-t", "3"]
+    options += ["--max-model-len", "99", "--rank-timeout", "7"]
+    assert run(command, *own, *options)[2].endswith("error: enough\n")
+    assert (given["device"], given["tensor_parallel_size"], given["num_threads"]) == ("cpu", 4, 3)
+    assert (given["max_model_len"], given["timeout_s"], given["expert_parallel"]) == (99, 7.0, True)
 
 
 def test_options_that_the_engine_refuses_are_named(

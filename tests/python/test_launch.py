@@ -114,6 +114,27 @@ def test_two_processes_give_the_tokens_of_two_threads(
     assert (status, out) == (0, ""), err
 
 
+def test_it_is_said_who_is_waited_for(start: Start, expected: list[int]) -> None:
+    shared = master(2)
+    first = start([*GENERATE, "--tp", "2", PROMPT], RANK=0, **shared)
+    assert first.stderr is not None
+    assert first.stderr.readline() == "waiting for rank 1 of 2\n"
+    wrong = start([*GENERATE, "--tp", "3", PROMPT], RANK=1, **(shared | {"WORLD_SIZE": 3}))
+    assert "refused this process: the group has 2 processes, it is one of 3" in finish(wrong)[2]
+    told = first.stderr.readline()
+    assert told.startswith("waiting for rank 1 of 2; process 1 (") and "is one of 3" in told
+    second = start([*GENERATE, "--tp", "2", PROMPT], RANK=1, **shared)
+    status, out, err = finish(first)
+    assert (status, err) == (0, "") and json.loads(out)["token_ids"] == expected
+    assert finish(second)[::2] == (0, "")
+
+
+def test_the_time_to_wait_is_an_option(start: Start) -> None:
+    options = ["--tp", "2", "--rank-timeout", "1"]
+    status, _, err = finish(start([*GENERATE, *options, PROMPT], RANK=0, **master(2)))
+    assert status == 1 and "rank 1 of 2 did not come to 127.0.0.1" in err and "within 1 s" in err
+
+
 def test_several_ranks_in_each_process(start: Start) -> None:
     alone = finish(start([*GENERATE, "--tp", "4", PROMPT]))
     shared = master(2)

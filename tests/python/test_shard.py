@@ -248,9 +248,27 @@ def test_inspect_a_cache(run: Run, cache: Path, tmp_path: Path) -> None:
     assert status == 1 and len(faults) == 4, faults
     assert "rank-0-of-2.kdts: missing" in faults[0]
     assert faults[1].startswith("drafter: ") and "bad checksum of the data of '" in faults[1]
-    assert "plan: tensor_parallel_size is 4, but " in faults[2]
+    assert "plan: --tp is 4, but " in faults[2]
     status, _, error = run("inspect", str(BUNDLED), "--verify")
     assert status == 2 and error.startswith("kdtree: error: --verify is true, but ")
+
+
+def test_verifying_shows_progress_and_can_be_interrupted(cache: Path) -> None:
+    told: list[tuple[int, int]] = []
+    _core.inspect_checkpoint(str(cache), verify=True, progress=lambda *bytes: told.append(bytes))
+    total = sum(path.stat().st_size for path in cache.glob("*.kdts"))
+    assert told[-1] == (total, total) and told == sorted(told)
+
+    def interrupt(done: int, total: int) -> None:
+        told.append((done, total))
+        raise KeyboardInterrupt
+
+    told.clear()
+    with pytest.raises(KeyboardInterrupt):
+        _core.inspect_checkpoint(str(cache), verify=True, progress=interrupt)
+    assert len(told) == 1 and told[0][0] < total
+    with pytest.raises(ValueError, match="progress is 3; want a function or None"):
+        _core.inspect_checkpoint(str(cache), verify=True, progress=3)
 
 
 def test_inspect_prints_a_plan(run: Run) -> None:
@@ -258,6 +276,16 @@ def test_inspect_prints_a_plan(run: Run) -> None:
     assert status == 0, error
     for part in ("plan: each of 2 ranks", "experts", "drafter", "workspace", "tokens that fit"):
         assert part in text
+    assert "kv_lora_rank" not in text and f"model: {BUNDLED}: " in " ".join(text.split())
+    # The verdict is the last word, but for faults.
+    verdict = " ".join(text.split("sequences of")[-2].split())
+    assert (
+        "fits: needs " in verdict
+        and " a rank, " in verdict
+        and " cache tokens fit, 8 + 1" in verdict
+    )
+    text = run("inspect", str(BUNDLED), "--tp", "2")[1]
+    assert "--gpu-memory SIZE tells whether that fits" in " ".join(text.split())
     status, text, _ = run(
         "inspect", str(BUNDLED), "--tp", "2", "--gpu-memory", "3GiB", "--overhead", "1GiB",
         "--max-model-len", "1024", "--max-num-seqs", "4", "--json",
@@ -275,11 +303,15 @@ def test_what_a_plan_finds_wrong(run: Run, tmp_path: Path) -> None:
     status, text, _ = run("inspect", str(BUNDLED), "--tp", "3", "--json")
     faults = json.loads(text)["faults"]
     assert status == 1
-    assert faults == [
-        "plan: tensor_parallel_size is 3, which does not divide num_attention_heads, 4"
-    ]
+    assert faults == ["plan: --tp is 3, which does not divide num_attention_heads, 4"]
     status, text, _ = run("inspect", str(BUNDLED), "--gpu-memory", "2GiB", "--json")
-    assert status == 1 and "do not fit" in json.loads(text)["faults"][0]
+    assert status == 1
+    assert "raise --gpu-memory or lower --overhead" in json.loads(text)["faults"][0]
+    small = ["--gpu-memory", "2.3GiB", "--max-num-seqs", "1000"]
+    status, text, _ = run("inspect", str(BUNDLED), *small)
+    text = " ".join(text.split())
+    assert status == 1 and "does not fit: needs " in text and ", has 2.30 GiB; " in text
+    assert "lower --max-model-len or --max-num-seqs" in text
     copy = tmp_path / "model"
     shutil.copytree(BUNDLED, copy)
     (copy / "model-00002-of-00003.safetensors").unlink()

@@ -84,18 +84,23 @@ KDT_TEST(k26_tokens_that_fit) {
   }
 }
 
+// Whether it has one fault, with this in it.
+bool told(const MemoryPlan& plan, const std::string& part) {
+  return plan.faults.size() == 1 && plan.faults[0].find(part) != std::string::npos;
+}
+
 KDT_TEST(what_does_not_fit_is_told_with_a_way_out) {
   MemoryOptions options{.tensor_parallel_size = 8};
   options.gpu_memory = static_cast<int64_t>(60 * kGiB);
   MemoryPlan plan = plan_k26(options);
   EXPECT_EQ(plan.faults.size(), size_t{1});
-  EXPECT(plan.faults[0].find("do not fit: use more ranks") != std::string::npos);
+  EXPECT(told(plan, "do not fit: raise tensor_parallel_size or gpu_memory"));
   EXPECT_EQ(plan.kv_tokens_fit, int64_t{0});
 
   options.gpu_memory = static_cast<int64_t>(96 * kGiB);
   plan = plan_k26(options);
   EXPECT_EQ(plan.faults.size(), size_t{1});
-  EXPECT(plan.faults[0].find("set max_model_len ") != std::string::npos);
+  EXPECT(told(plan, "set max_model_len "));
   // That way out is one.
   options.max_model_len = std::stoll(plan.faults[0].substr(plan.faults[0].rfind(' ') + 1));
   EXPECT(options.max_model_len > 30000);
@@ -104,6 +109,33 @@ KDT_TEST(what_does_not_fit_is_told_with_a_way_out) {
   options.max_num_seqs = 1;
   plan = plan_k26(options);
   EXPECT_EQ(plan.sequences_fit, int64_t{0});
+
+  // The overhead alone is too much.
+  options.gpu_memory = options.overhead;
+  plan = plan_k26(options);
+  EXPECT_EQ(plan.faults.at(0), std::string("gpu_memory is 2.00 GiB a rank, and overhead is "
+                                           "2.00 GiB: raise gpu_memory or lower overhead"));
+  // The workspace.
+  options.gpu_memory += 1 << 20;
+  EXPECT(told(plan_k26(options), "do not fit: lower max_model_len or max_num_seqs"));
+
+  // Room for one sequence, but a short one; both options have to change.
+  options.max_model_len = 4096;
+  options.max_num_seqs = 8;
+  options.gpu_memory = int64_t{1} << 50;
+  plan = plan_k26(options);
+  const int64_t fixed = plan.weights + plan.workspace + plan.overhead;
+  options.gpu_memory = fixed + 2000 * plan.kv_bytes_per_token;
+  plan = plan_k26(options);
+  EXPECT(told(plan, "set max_num_seqs 1 and max_model_len "));
+  MemoryOptions shorter = options;
+  shorter.max_num_seqs = 1;
+  shorter.max_model_len = std::stoll(plan.faults[0].substr(plan.faults[0].rfind(' ') + 1));
+  EXPECT(shorter.max_model_len > 500);
+  EXPECT_EQ(plan_k26(shorter).faults.size(), size_t{0});
+  // And for none.
+  options.gpu_memory = fixed + 100 * plan.kv_bytes_per_token;
+  EXPECT(told(plan_k26(options), " 100 fit: raise tensor_parallel_size or gpu_memory"));
 }
 
 KDT_TEST(what_does_not_divide_is_told) {
