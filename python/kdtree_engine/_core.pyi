@@ -152,11 +152,20 @@ def accept_tree(
 ) -> tuple[I32, int]:
     """Greedy walk: accepted slots (root first) and the bonus token."""
 
-def inspect_checkpoint(folder: str, verify: bool = False) -> dict[str, Any]:
+def missing_ranks() -> str:
+    """While an Engine is made in rank 0's process: the ranks of other processes that have not come,
+    as "ranks 1, 3 of 4", and processes that were refused; "" when nobody is waited for.
+    """
+
+def inspect_checkpoint(
+    folder: str,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
     """Config, tensors and faults of a checkpoint folder, from its headers; loads no weights.
 
     Of a pre-sharded cache `cache` says what it was made for, and `verify` reads it all to compare
-    the checksums.
+    the checksums; `progress(done_bytes, total_bytes)` is called meanwhile, as signal handlers are.
     """
 
 def shard_checkpoint(
