@@ -1,8 +1,8 @@
 // Which passes are run, recorded and replayed, on a back end that tells what it was asked for.
+#include <utility>
+
 #include "backend/spoiled_backend.h"
 #include "engine/recorded_passes.h"
-
-#include <utility>
 
 namespace kdt::test {
 namespace {
