@@ -8,6 +8,7 @@
 #include <functional>
 #include <random>
 
+#include "backend/measure.h"
 #include "cuda_backend.h"
 #include "kernels/ceilings.h"
 
@@ -37,25 +38,20 @@ class Bench {
     const cudaStream_t stream = backend_.stream();
     for (int i = 0; i < calls; ++i) body(i);  // reserves the workspace, loads the kernels
     backend_.synchronize();
-    cudaGraph_t graph = nullptr;
-    KDT_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < calls; ++i) body(i);
-    KDT_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t executable = nullptr;
-    KDT_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    const std::unique_ptr<Recording> recording = backend_.record([&] {
+      for (int i = 0; i < calls; ++i) body(i);
+    });
     std::vector<double> times;
     for (int i = 0; i < kReplays + 2; ++i) {
       KDT_CUDA_CHECK(cudaMemsetAsync(flush_.get(), i, kFlushBytes, stream));
       KDT_CUDA_CHECK(cudaEventRecord(begin_, stream));
-      KDT_CUDA_CHECK(cudaGraphLaunch(executable, stream));
+      recording->run();
       KDT_CUDA_CHECK(cudaEventRecord(end_, stream));
       backend_.synchronize();
       float ms = 0;
       KDT_CUDA_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
       if (i >= 2) times.push_back(ms * 1e3 / calls);
     }
-    KDT_CUDA_CHECK(cudaGraphExecDestroy(executable));
-    KDT_CUDA_CHECK(cudaGraphDestroy(graph));
     std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
     return times[times.size() / 2];
   }
@@ -93,6 +89,7 @@ class Bench {
   void linears();
   void attention();
   void choice();
+  void rows();
 
   CudaBackend backend_;
   std::string only_;
@@ -308,6 +305,72 @@ void Bench::choice() {
       4.0 * 65 * kVocab, 0);
 }
 
+// What stands between the large ops of a layer; a rank of eight's heads and widths.
+void Bench::rows() {
+  constexpr int64_t kHidden = 7168, kRank = 512, kRope = 64, kNope = 128, kHeads = 8,
+                    kExperts = 384, kBlock = 64, kPositions = 4096, kCalls = 64;
+  const Buffer weight = floats({kHidden}, 1), bias = floats({kExperts}, 1);
+  const Buffer cos_sin = floats({kPositions, kRope}, 1);
+  const std::vector<uint8_t> w_uk_values = random_bf16(kHeads * kRank * kNope, 0.05f);
+  const HostMatrix one = {w_uk_values.data(), nullptr, DType::kBFloat16, kRank, kNope};
+  const std::unique_ptr<LinearWeight> w_uk =
+      backend_.prepare_linear(std::vector<HostMatrix>(kHeads, one));
+  const std::unique_ptr<KvCache> cache =
+      backend_.make_mla_cache(1, kPositions / kBlock, kBlock, kRank, kRope);
+  std::vector<int32_t> table(kPositions / kBlock);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
+  const Buffer block_table = ints({1, static_cast<int64_t>(table.size())}, table);
+  const Buffer prefix = ints({1}, {1024});
+  const RopeTable rope = {.cos_sin = cos_sin.tensor, .interleaved = true};
+  for (const int64_t n : {1, 16, 65}) {
+    const Buffer residual = floats({n, kHidden}, 1), delta = floats({n, kHidden}, 1),
+                 out = floats({n, kHidden}, 1), logits = floats({n, kExperts}, 3),
+                 kv = floats({n, 2112}, 1), q = floats({n, kHeads, kNope + kRope}, 1),
+                 query = floats({n, kHeads, kRank + kRope}, 1), gate_up = floats({n, 512}, 1),
+                 activated = floats({n, 256}, 1), weights = floats({n, 8}, 1);
+    std::vector<int32_t> chain(n), at(n);
+    for (int64_t i = 0; i < n; ++i) {
+      chain[i] = static_cast<int32_t>(i - 1);
+      at[i] = static_cast<int32_t>(1024 + i);
+    }
+    const Buffer ids = ints({n, 8}, std::vector<int32_t>(n * 8)), positions = ints({n}, at),
+                 parents = ints({n}, chain), begins = ints({2}, {0, static_cast<int32_t>(n)});
+    const auto timed = [&](const char* op, const auto& body) {
+      add(op, join("T ", n), time(kCalls, [&](int) { body(); }), 0, 0);
+    };
+    timed("add_rms_norm", [&] {
+      backend_.add_rms_norm(residual.tensor, delta.tensor, weight.tensor, 1e-5f, out.tensor);
+    });
+    timed("moe_route", [&] {
+      backend_.moe_route({.logits = logits.tensor,
+                          .bias = bias.tensor,
+                          .routed_scaling_factor = 2.827f,
+                          .ids = ids.tensor,
+                          .weights = weights.tensor});
+    });
+    timed("mla_store", [&] {
+      backend_.mla_store(
+          {.kv = kv.tensor,
+           .column = 1536,
+           .norm_weight = weight.tensor.rows(0, kRank),
+           .eps = 1e-6f,
+           .rope = rope,
+           .positions = positions.tensor,
+           .cache = cache.get(),
+           .rows = {begins.tensor, prefix.tensor, block_table.tensor, parents.tensor}});
+    });
+    timed("mla_query", [&] {
+      backend_.mla_query({.q = q.tensor,
+                          .w_uk = w_uk.get(),
+                          .rope = rope,
+                          .positions = positions.tensor,
+                          .scale = 0.1f,
+                          .out = query.tensor});
+    });
+    timed("silu_mul", [&] { backend_.silu_mul(gate_up.tensor, activated.tensor); });
+  }
+}
+
 std::vector<OpTime> Bench::run() {
   const auto wanted = [&](const char* op) {
     return only_.empty() || std::string(op).find(only_) != std::string::npos;
@@ -316,6 +379,7 @@ std::vector<OpTime> Bench::run() {
   if (wanted("moe_experts")) experts();
   if (wanted("mla_attention")) attention();
   if (wanted("choice")) choice();
+  if (wanted("rows")) rows();
   if (wanted("linear")) linears();
   ceilings();  // again: the spread of the run
   return std::move(results_);

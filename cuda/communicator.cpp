@@ -128,6 +128,10 @@ void CudaCommunicator::check_open() const {
   if (ended_) throw Error(join("the group has ended: ", group_.aborted()));
 }
 
+void CudaBackend::check_group() const {
+  if (communicator_ != nullptr) communicator_->check_open();
+}
+
 void CudaCommunicator::reduce(float* x, int64_t count) {
   check_open();
   if (takes_nccl(count * 4)) {
@@ -154,19 +158,6 @@ void CudaCommunicator::all_gather(const Tensor& from, const Tensor& to) {
     KDT_CUDA_CHECK(cudaMemcpyAsync(to.raw(), from.raw(), from.bytes(), cudaMemcpyDeviceToDevice,
                                    backend_.stream()));
   }
-}
-
-void CudaCommunicator::all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta,
-                                               const Tensor& weight, float eps, const Tensor& out) {
-  check_add_rms_norm(residual, delta, weight, out);
-  check_open();
-  if (!takes_nccl(delta.bytes()) &&
-      push_->all_reduce_add_rms_norm(residual.data<float>(), delta.data<float>(),
-                                     weight.data<float>(), out.data<float>(), out.dim(0),
-                                     weight.numel(), eps))
-    return;
-  if (delta.numel() > 0) reduce(delta.data<float>(), delta.numel());
-  backend_.add_rms_norm(residual, delta, weight, eps, out);
 }
 
 void CudaCommunicator::end(const std::string& reason) {

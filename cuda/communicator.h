@@ -25,9 +25,11 @@ class CudaCommunicator final : public Communicator {
   std::string describe() const override;
   void all_reduce(const Tensor& x) override;
   void all_gather(const Tensor& from, const Tensor& to) override;
-  void all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
-                               float eps, const Tensor& out) override;
 
+  // Throws Error when the group has ended.
+  void check_open() const;
+  // Waits for the other ranks' calls of it.
+  void meet() { group_.barrier(); }
   // Waits for the back end's stream. Throws Error when the group has ended or a rank does not come.
   void wait_for_stream();
 
@@ -37,7 +39,6 @@ class CudaCommunicator final : public Communicator {
   double time_us(int64_t count, float* x, bool with_nccl);
   bool takes_nccl(int64_t bytes) const { return push_ == nullptr || bytes >= nccl_from_bytes_; }
   void reduce(float* x, int64_t count);
-  void check_open() const;
   [[noreturn]] void end(const std::string& reason);
 
   CudaBackend& backend_;

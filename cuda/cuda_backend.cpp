@@ -86,11 +86,13 @@ Buffer CudaBackend::allocate(DType dtype, std::initializer_list<int64_t> shape) 
 // them.
 void CudaBackend::upload(const Tensor& to, const void* from) {
   if (to.bytes() == 0) return;
+  KDT_CHECK(recorded_memory_ == nullptr, "cuda: an upload is no op to record");
   KDT_CUDA_CHECK(cudaSetDevice(device_));
   KDT_CUDA_CHECK(cudaMemcpyAsync(to.raw(), from, to.bytes(), cudaMemcpyHostToDevice, stream_));
 }
 
 void CudaBackend::download(void* to, const Tensor& from) {
+  KDT_CHECK(recorded_memory_ == nullptr, "cuda: a download is no op to record");
   if (communicator_ != nullptr) communicator_->wait_for_stream();  // the copy waits without end
   if (from.bytes() > 0)
     KDT_CUDA_CHECK(cudaMemcpyAsync(to, from.raw(), from.bytes(), cudaMemcpyDeviceToHost, stream_));
@@ -108,6 +110,7 @@ void CudaBackend::set_communicator(CudaCommunicator* communicator) {
 }
 
 void CudaBackend::synchronize() {
+  KDT_CHECK(recorded_memory_ == nullptr, "cuda: waiting is no op to record");
   if (communicator_ != nullptr) communicator_->wait_for_stream();
   KDT_CUDA_CHECK(cudaStreamSynchronize(stream_));
   const Fault fault = *fault_;
@@ -122,7 +125,14 @@ void CudaBackend::synchronize() {
 
 WeightUpload& CudaBackend::upload_of_weights() {
   if (weight_upload_ == nullptr) weight_upload_ = make_weight_upload();
+  filling_ = true;
   return *weight_upload_;
+}
+
+void CudaBackend::wait_for_weights() {
+  if (!filling_) return;
+  KDT_CUDA_CHECK(cudaStreamSynchronize(stream_));
+  filling_ = false;
 }
 
 std::unique_ptr<Backend> make_cuda_backend(int device) {

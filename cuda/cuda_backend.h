@@ -69,6 +69,7 @@ class Workspace {
     return static_cast<T*>(take_bytes(count * static_cast<int64_t>(sizeof(T))));
   }
   static int64_t piece(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  const std::shared_ptr<void>& memory() const { return memory_; }
 
  private:
   void* take_bytes(int64_t bytes);
@@ -97,6 +98,12 @@ class CudaBackend final : public Backend {
   void download(void* to, const Tensor& from) override;
   // Throws Error when a kernel met a value out of range.
   void synchronize() override;
+  std::unique_ptr<Recording> record(const std::function<void()>& body) override;
+  // To be called with memory that an op works in and may replace by other later: a recording of the
+  // op goes on with this one.
+  void keep(const std::shared_ptr<void>& memory);
+  // Throws Error once the group of a communicator has ended.
+  void check_group() const;
   std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) override;
   void fill_linear(LinearWeight& weight, const std::vector<HostMatrix>& stacked) override;
   std::unique_ptr<ExpertsWeight> make_experts(const ExpertsShape& shape) override;
@@ -145,7 +152,10 @@ class CudaBackend final : public Backend {
                 int64_t x_head_stride, int64_t num_rows, float* out, int64_t out_row_stride,
                 int64_t out_head_stride, float alpha);
 
+  // To fill a weight with.
   WeightUpload& upload_of_weights();
+  // Before weights are used: a kernel may read them before those ahead of it in the stream end.
+  void wait_for_weights();
 
   int device_ = 0, num_multiprocessors_ = 0;
   int64_t shared_bytes_ = 0;  // of a multiprocessor
@@ -154,9 +164,11 @@ class CudaBackend final : public Backend {
   cudaStream_t stream_ = nullptr;  // its
   CudaCommunicator* communicator_ = nullptr;
   Workspace workspace_;
-  std::unique_ptr<WeightUpload> weight_upload_;  // once a weight was filled
-  Fault* fault_ = nullptr;                       // in the host's memory, mapped
-  Fault* device_fault_ = nullptr;                // the same, for kernels
+  std::vector<std::shared_ptr<void>>* recorded_memory_ = nullptr;  // of the recording being made
+  bool filling_ = false;                                           // weights, perhaps
+  std::unique_ptr<WeightUpload> weight_upload_;                    // once a weight was filled
+  Fault* fault_ = nullptr;                                         // in the host's memory, mapped
+  Fault* device_fault_ = nullptr;                                  // the same, for kernels
 };
 
 }  // namespace kdt::cuda

@@ -58,7 +58,9 @@ bool can_start_early() {
 #endif
 
 // Nothing is started for an empty grid. `early`: the kernel may start while the one before it in
-// the stream still runs (on sm_90 and newer), and calls wait_for_previous_kernel.
+// the stream still runs (on sm_90 and newer). Such a kernel reads nothing but weights and constants
+// before wait_for_previous_kernel, and only after it start_next_kernel: the next then knows that
+// all before this one have ended.
 template <auto kKernel, typename Params>
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t stream,
             const Params& params, bool early = false) {
@@ -68,7 +70,7 @@ void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t strea
 #ifdef KDT_EMULATOR
   static_cast<void>(stream);
   static_cast<void>(early);
-  emulator::launch(grid, num_threads, shared_bytes, [&] { kKernel(params); });
+  emulator::launch(grid, num_threads, shared_bytes, [params] { kKernel(params); });
 #else
   static_cast<void>(&detail::Entered<kKernel>::done);
   if (shared_bytes > 48 * 1024) detail::allow_shared_memory<kKernel>(shared_bytes);

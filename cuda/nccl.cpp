@@ -210,6 +210,7 @@ void NcclRanks::all_reduce(float* x, int64_t count) {
     parts_ = backend_.stream_memory(needed);
     parts_bytes_ = needed;
   }
+  backend_.keep(parts_);
   if (range > 0) reduce_ranges(x, range);
   if (rest == 0) return;
   float* const tail = x + range * size;

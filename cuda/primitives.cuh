@@ -89,7 +89,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return result;
 }
 
-// A kernel launched with launch_early starts while the one before it in the stream still runs. This
+// A kernel that is launched early starts while the one before it in the stream still runs. This
 // waits until that one, and all before it, have ended and what they wrote can be seen. Every thread
 // calls it before it touches what they write, and before it ends.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -102,6 +102,12 @@ __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 #endif
+}
+
+// How a kernel that is launched early begins when it has nothing to do before.
+__device__ __forceinline__ void follow_previous_kernel() {
+  wait_for_previous_kernel();
+  start_next_kernel();
 }
 
 // 2^x, within 2 units in the last place.
@@ -153,9 +159,10 @@ __device__ __forceinline__ unsigned forget(unsigned x) {
   return x;
 }
 
-// 16 bytes that no thread of the kernel writes.
+// 16 bytes. Not by the read-only path: a kernel that is launched early waits for those that write
+// them.
 __device__ __forceinline__ uint4 load_16(const void* from) {
-  return __ldg(static_cast<const uint4*>(from));
+  return *static_cast<const uint4*>(from);
 }
 
 }  // namespace kdt::cuda

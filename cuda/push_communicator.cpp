@@ -154,24 +154,6 @@ void PushRanks::all_gather(const void* from, void* to, int64_t bytes) {
   }
 }
 
-bool PushRanks::all_reduce_add_rms_norm(float* residual, const float* delta, const float* weight,
-                                        float* out, int64_t num_rows, int64_t n, float eps) {
-  const int64_t rows = kSlotBytes / 4 / std::max<int64_t>(n, 1);
-  if (rows == 0) return false;
-  for (int64_t begin = 0; begin < num_rows; begin += rows) {
-    launch_push_reduce_norm({.meeting = meeting_,
-                             .residual = residual + begin * n,
-                             .delta = delta + begin * n,
-                             .weight = weight,
-                             .out = out + begin * n,
-                             .num_rows = std::min(rows, num_rows - begin),
-                             .n = n,
-                             .eps = eps},
-                            backend_.stream());
-  }
-  return true;
-}
-
 int PushRanks::missing() const {
   return static_cast<int>(std::atomic_ref(report_->missing).load()) - 1;
 }

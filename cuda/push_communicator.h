@@ -29,9 +29,6 @@ class PushRanks {
 
   void all_reduce(float* x, int64_t count);
   void all_gather(const void* from, void* to, int64_t bytes);
-  // False when a row is longer than a slot: nothing was done.
-  bool all_reduce_add_rms_norm(float* residual, const float* delta, const float* weight, float* out,
-                               int64_t num_rows, int64_t n, float eps);
 
   // The rank that did not come in time, or -1.
   int missing() const;

@@ -1,10 +1,23 @@
 // Ops that work on each row alone.
 #include "kernels/rows.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "backend/checks.h"
 #include "cuda_backend.h"
 
 namespace kdt::cuda {
+namespace {
+
+// Whether rows of n f32 values can be moved 16 bytes at a time.
+bool in_quads(int64_t n, const std::vector<Tensor>& tensors) {
+  return n % 4 == 0 && std::ranges::all_of(tensors, [](const Tensor& t) {
+           return reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0;
+         });
+}
+
+}  // namespace
 
 void CudaBackend::embed(const EmbedArgs& args) {
   check_embed(args);
@@ -31,7 +44,9 @@ void CudaBackend::rms_norm(const RmsNormArgs& args) {
                    .num_rows = args.x.dim(0),
                    .n = args.weight.numel(),
                    .x_stride = args.x.dim(1),
-                   .eps = args.eps},
+                   .eps = args.eps,
+                   .aligned = args.column % 4 == 0 && args.x.dim(1) % 4 == 0 &&
+                              in_quads(args.weight.numel(), {args.x, args.weight, args.out})},
                   stream_);
 }
 
@@ -46,7 +61,8 @@ void CudaBackend::add_rms_norm(const Tensor& residual, const Tensor& delta, cons
                    .num_rows = out.dim(0),
                    .n = weight.numel(),
                    .x_stride = 0,
-                   .eps = eps},
+                   .eps = eps,
+                   .aligned = in_quads(weight.numel(), {residual, delta, weight, out})},
                   stream_);
 }
 

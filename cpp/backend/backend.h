@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -306,6 +307,15 @@ struct TreeAcceptArgs {
   Tensor bonus_token;                        // [1] i32, the target's token after the last of them
 };
 
+// Ops to run again (Backend::record). It must end before what its ops work with, and while no rank
+// can be waiting for this one: that may take until the device is idle.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+  // In order with the back end's other ops, on what is in the arguments' memory then.
+  virtual void run() = 0;
+};
+
 // What a back end runs on.
 struct BackendInfo {
   std::string device;  // as asked for, such as "cpu"
@@ -323,6 +333,12 @@ class Backend {
   virtual void upload(const Tensor& to, const void* from) = 0;
   virtual void download(void* to, const Tensor& from) = 0;
   virtual void synchronize() = 0;
+  // The ops, also the communicator's, that `body` calls, to run later and as often as wanted for
+  // less than their calls cost; nothing runs now. They have run with these arguments before. Null
+  // where calls cost little: then `body` was not called. Throws Error when `body` moves values
+  // between host and device or waits for them. All ranks of a communicator call it; they go on when
+  // all have recorded.
+  virtual std::unique_ptr<Recording> record(const std::function<void()>& body);
   // A weight without values. The matrices lie one under another in the result; all of one dtype
   // and in_features.
   virtual std::unique_ptr<LinearWeight> make_linear(const std::vector<MatrixShape>& stacked) = 0;
@@ -408,28 +424,5 @@ std::vector<RankDevice> rank_devices(const std::string& device, int num_threads,
 
 // Where NCCL's library is; "": wherever the system finds it. For groups that are made afterwards.
 void set_nccl_library(const std::string& path);
-
-// What this processor reaches with `num_threads` threads (0: one a core), measured in about a
-// second.
-struct CpuCeilings {
-  std::string isa;
-  int num_threads = 0;
-  double fma_gflops = 0;  // f32 multiply-adds from registers, two operations each
-  double read_gb_s = 0;   // reading 512 MiB of memory
-  double cache_gb_s = 0;  // reading `cache_bytes` again and again
-  int64_t cache_bytes = 0;
-};
-CpuCeilings measure_cpu(int num_threads, int64_t cache_bytes);
-
-// An op, or a ceiling ("ceiling: ..."), timed at one size.
-struct OpTime {
-  std::string op, shape;
-  double us = 0;
-  double bytes = 0;       // that must be read once
-  double operations = 0;  // multiplications and additions
-};
-// The ops of a GPU at the sizes of Kimi K2.6, and what it reaches at best in the same run. `only`
-// "": all, or one of moe_experts, mla_attention, choice and linear. Throws as make_backend does.
-std::vector<OpTime> bench_ops(const std::string& device, const std::string& only);
 
 }  // namespace kdt

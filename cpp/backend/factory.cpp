@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "backend/check_backend.h"
+#include "backend/measure.h"
 #ifdef KDT_WITH_CUDA
 #include "device.h"
 #endif
@@ -121,9 +122,9 @@ void set_nccl_library(const std::string& path) {
 }
 
 std::vector<OpTime> bench_ops(const std::string& device, const std::string& only) {
-  const auto groups = {"", "moe_experts", "mla_attention", "choice", "linear"};
+  const auto groups = {"", "moe_experts", "mla_attention", "choice", "rows", "linear"};
   KDT_CHECK_ARGUMENT(std::find(groups.begin(), groups.end(), only) != groups.end(), "only is '",
-                     only, "'; want moe_experts, mla_attention, choice or linear");
+                     only, "'; want moe_experts, mla_attention, choice, rows or linear");
   const int number = cuda_device(device);
   KDT_CHECK_ARGUMENT(number >= 0, "device is '", device, "'; ops are timed on 'cuda' or 'cuda:N'");
 #if defined(KDT_WITH_CUDA) && !defined(KDT_EMULATOR)

@@ -1,5 +1,5 @@
 // Timing of ops.
-#include "backend/backend.h"
+#include "backend/measure.h"
 #include "bindings/array.h"
 #include "bindings/gil.h"
 #include "engine/bench_rank.h"

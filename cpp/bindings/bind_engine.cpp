@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "backend/measure.h"
 #include "bindings/array.h"
 #include "bindings/progress.h"
 #include "bindings/shared_engine.h"

@@ -34,19 +34,12 @@ void CpuCommunicator::all_gather(const Tensor& from, const Tensor& to) {
   if (from.bytes() > 0) group_.all_gather(from.raw(), from.bytes(), to.raw());
 }
 
-void CpuCommunicator::all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta,
-                                              const Tensor& weight, float eps, const Tensor& out) {
-  check_add_rms_norm(residual, delta, weight, out);
-  all_reduce(delta);
-  backend_.add_rms_norm(residual, delta, weight, eps, out);
-}
-
 std::unique_ptr<Communicator> CpuBackend::make_communicator(RankGroup& group) {
   const char* value = std::getenv("KDTREE_ALL_REDUCE");
   const std::string way = value == nullptr || *value == '\0' ? "auto" : value;
   KDT_CHECK_ARGUMENT(way == "auto", "KDTREE_ALL_REDUCE is '", way,
                      "'; ranks on the CPU have one way, want 'auto'");
-  return std::make_unique<CpuCommunicator>(*this, group);
+  return std::make_unique<CpuCommunicator>(group);
 }
 
 }  // namespace kdt::cpu

@@ -1,4 +1,6 @@
 // The ceilings of this processor that arithmetic in the docs is held against.
+#include "backend/measure.h"
+
 #include <algorithm>
 
 #include "core/clock.h"

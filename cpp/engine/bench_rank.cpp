@@ -4,6 +4,7 @@
 
 #include "backend/checks.h"
 #include "core/clock.h"
+#include "engine/recorded_passes.h"
 #include "model/row_batch.h"
 #include "model/target_model.h"
 #include "parallel/worker_group.h"
@@ -20,7 +21,7 @@ constexpr int kSums = 32;  // in a row
 // Another's sums while `on`; else each rank goes on with its own part.
 class SwitchedCommunicator final : public Communicator {
  public:
-  SwitchedCommunicator(Backend& backend, Communicator& other) : backend_(backend), other_(other) {}
+  explicit SwitchedCommunicator(Communicator& other) : other_(other) {}
 
   std::string describe() const override { return other_.describe(); }
   void all_reduce(const Tensor& x) override {
@@ -28,21 +29,11 @@ class SwitchedCommunicator final : public Communicator {
     if (on) other_.all_reduce(x);
   }
   void all_gather(const Tensor& from, const Tensor& to) override { other_.all_gather(from, to); }
-  void all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
-                               float eps, const Tensor& out) override {
-    ++calls;
-    if (on) {
-      other_.all_reduce_add_rms_norm(residual, delta, weight, eps, out);
-    } else {
-      backend_.add_rms_norm(residual, delta, weight, eps, out);
-    }
-  }
 
   bool on = true;
   int64_t calls = 0;
 
  private:
-  Backend& backend_;
   Communicator& other_;
 };
 
@@ -83,7 +74,7 @@ class RankRun {
         group_(*bench.groups[rank]),
         backend_(make_backend(bench.devices[rank].device, bench.devices[rank].num_threads)),
         communicator_(backend_->make_communicator(group_)),
-        sums_(*backend_, *communicator_),
+        sums_(*communicator_),
         shard_{rank, group_.size()},
         num_blocks_((bench.context + kMaxRows + kCacheBlock - 1) / kCacheBlock),
         model_({*backend_, shard_, &sums_}, bench.checkpoints->config, *bench.checkpoints->source,
@@ -91,6 +82,7 @@ class RankRun {
     const LoadReport report = bench_.checkpoints->load(*model_.take_plan(), &group_, nullptr);
     cache_ = model_.make_cache(num_blocks_, kCacheBlock);
     batch_ = std::make_unique<RowBatch>(*backend_, kMaxRows, 1, num_blocks_);
+    passes_ = std::make_unique<RecordedPasses>(*backend_);
     values_ = backend_->allocate(DType::kFloat32, {kMaxRows, model_.config().hidden_size});
     backend_->fill_zero(values_.tensor);
     backend_->synchronize();
@@ -108,8 +100,9 @@ class RankRun {
     for (const int64_t rows : bench_.rows) {
       RankTimes times{.rows = rows};
       set_tree(rows);
-      group_.barrier();
       sums_.on = false;
+      for (int i = 0; i < kWarmUps; ++i) pass_us();  // all ranks record together
+      group_.barrier();
       if (shard_.rank == 0) times.alone_us = median_us([&] { return pass_us(); });
       group_.barrier();
       sums_.on = true;
@@ -168,13 +161,14 @@ class RankRun {
   }
 
   double pass_us() {
-    const int64_t before = sums_.calls;
     const Clock clock;
-    model_.forward(*batch_, *cache_);
+    passes_->run({batch_->num_rows(), sums_.on}, [&] {
+      const int64_t before = sums_.calls;
+      model_.forward(*batch_, *cache_);
+      calls_of_pass_ = sums_.calls - before;
+    });
     backend_->synchronize();
-    const double us = clock.ms() * 1e3;
-    calls_of_pass_ = sums_.calls - before;
-    return us;
+    return clock.ms() * 1e3;
   }
 
   Bench& bench_;
@@ -189,6 +183,7 @@ class RankRun {
   std::unique_ptr<RowBatch> batch_;
   Buffer values_;
   int64_t calls_of_pass_ = 0;
+  std::unique_ptr<RecordedPasses> passes_;
 };
 
 void run_rank(Bench& bench, int rank) {

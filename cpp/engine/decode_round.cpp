@@ -77,21 +77,16 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   for (const size_t i : drafting) extend_context(*requests[i]);
   backend_->synchronize();
   const double extend_ms = draft_clock.ms();
-  const DraftConfig& config = draft_->config();
-  draft_batch_->clear();
-  for (const size_t i : drafting) {
-    const Request& request = *requests[i];
-    std::vector<int32_t> block(config.block_size, static_cast<int32_t>(config.mask_token_id));
-    block[0] = request.token_ids.back();
-    draft_batch_->begin_sequence(request.num_context, block_table(request.slot));
-    draft_batch_->add_chain(block.data(), config.block_size, request.num_context);
-  }
-  draft_batch_->upload();
   const auto count = static_cast<int64_t>(drafting.size());
   int64_t depth = 0;
   for (const size_t i : drafting) depth = std::max(depth, draft_depth(*requests[i]));
-  draft_->draft(*draft_batch_, depth, *target_, *draft_cache_,
-                draft_logits_.tensor.rows(0, count * depth));
+  draft_batch_->clear();
+  for (const size_t i : drafting) {
+    const Request& request = *requests[i];
+    draft_batch_->begin_sequence(request.num_context, block_table(request.slot));
+    draft_->add_block(*draft_batch_, request.token_ids.back(), depth, request.num_context);
+  }
+  const bool typical = draft();
   backend_->synchronize();
   ++stats_.draft_forwards;
   const double draft_ms = draft_clock.ms();
@@ -112,7 +107,7 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   stats_.build_ms += build_ms;
   for (const size_t i : drafting) outputs[i]->build_ms = build_ms;
   // The context's rows must be added once, whichever round does it.
-  if (count == 1) costs_.observe_draft(agreed(draft_ms - extend_ms + build_ms));
+  if (count == 1 && typical) costs_.observe_draft(agreed(draft_ms - extend_ms + build_ms));
 }
 
 DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64_t max_depth) {
@@ -152,6 +147,22 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   return tree;
 }
 
+bool Engine::draft() {
+  draft_batch_->upload();
+  return passes_->run({kDraft, draft_batch_->num_sequences(), draft_batch_->num_chosen()}, [&] {
+    draft_->draft(*draft_batch_, *target_, *draft_cache_,
+                  draft_logits_.tensor.rows(0, draft_batch_->num_chosen()));
+  });
+}
+
+bool Engine::forward_and_choose() {
+  batch_->upload();
+  return passes_->run({kVerify, batch_->num_rows(), batch_->num_sequences()}, [&] {
+    target_->forward(*batch_, *target_cache_);
+    choose_tokens(0, batch_->num_rows());
+  });
+}
+
 void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutput*>& outputs,
                     std::vector<std::vector<int32_t>>& target_tokens) {
   const Clock clock;
@@ -166,9 +177,8 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
                       tree.parents[slot]);
     }
   }
-  batch_->upload();
-  target_->forward(*batch_, *target_cache_);
-  const std::vector<int32_t> tokens = next_tokens(0, batch_->num_rows());
+  const bool typical = forward_and_choose();
+  const std::vector<int32_t> tokens = chosen_tokens(batch_->num_rows());
   target_tokens.clear();
   int64_t row = 0;
   for (const StepOutput* output : outputs) {
@@ -180,7 +190,8 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
   const double ms = clock.ms();
   stats_.verify_ms += ms;
   for (StepOutput* output : outputs) output->verify_ms = ms;
-  if (draft_ && requests.size() == 1) costs_.observe_verify(batch_->num_rows(), agreed(ms));
+  if (draft_ && requests.size() == 1 && typical)
+    costs_.observe_verify(batch_->num_rows(), agreed(ms));
 }
 
 void Engine::accept_and_commit(Request& request, StepOutput& output,
@@ -263,8 +274,11 @@ void Engine::extend_context(Request& request) {
     context_batch_->begin_sequence(request.num_context, block_table(request.slot));
     context_batch_->add_chain(tokens.data(), count, request.num_context);
     context_batch_->upload();
-    draft_->extend_context(
-        *context_batch_, pending_features_[request.slot].tensor.rows(begin, count), *draft_cache_);
+    passes_->run({kExtend, count, request.slot, begin}, [&] {
+      draft_->extend_context(*context_batch_,
+                             pending_features_[request.slot].tensor.rows(begin, count),
+                             *draft_cache_);
+    });
     request.num_context += count;
   }
   request.num_pending = 0;
@@ -274,9 +288,10 @@ void Engine::extend_context(Request& request) {
 // so that a disturbance does not hit one size alone; the quickest of a size counts.
 void Engine::measure_costs() {
   constexpr int64_t kSizes[] = {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 33, 49, 65};
-  constexpr int kWarmUp = 1, kSweeps = 6;
+  constexpr int kSweeps = 6;
   constexpr double kEnoughMs = 300;  // a busy machine gets fewer sweeps
   const int64_t context = std::min<int64_t>(256, max_model_len_ / 2);
+  const int warm_ups = passes_->active() ? 2 : 1;
   const auto timed = [&](const auto& body) {
     const Clock pass;
     body();
@@ -287,12 +302,10 @@ void Engine::measure_costs() {
   for (const int64_t rows : kSizes) points.emplace_back(rows, 1e9);
   double draft_ms = 1e9;
   const int64_t depth = std::min(block_drafts(), auto_budget_.depth());
-  const std::vector<int32_t> block(draft_->config().block_size,
-                                   static_cast<int32_t>(draft_->config().mask_token_id));
   int64_t token = 0;
   const Clock clock;
-  for (int sweep = 0; sweep < kWarmUp + kSweeps; ++sweep) {
-    if (sweep > kWarmUp && agreed(clock.ms()) > kEnoughMs) break;
+  for (int sweep = 0; sweep < warm_ups + kSweeps; ++sweep) {
+    if (sweep > warm_ups && agreed(clock.ms()) > kEnoughMs) break;
     for (auto& [rows, best] : points) {
       batch_->clear();
       batch_->begin_sequence(context, block_table(spare_slot()));
@@ -304,22 +317,17 @@ void Engine::measure_costs() {
         batch_->add_row(static_cast<int32_t>(token), context + depth,
                         static_cast<int32_t>(depth) - 1);
       }
-      batch_->upload();
       const double ms = timed([&] {
-        target_->forward(*batch_, *target_cache_);
-        next_tokens(0, rows);
+        forward_and_choose();
+        chosen_tokens(rows);
       });
-      if (sweep >= kWarmUp) best = std::min(best, ms);
+      if (sweep >= warm_ups) best = std::min(best, ms);
     }
     draft_batch_->clear();
     draft_batch_->begin_sequence(context, block_table(spare_slot()));
-    draft_batch_->add_chain(block.data(), draft_->config().block_size, context);
-    draft_batch_->upload();
-    const double ms = timed([&] {
-      draft_->draft(*draft_batch_, depth, *target_, *draft_cache_,
-                    draft_logits_.tensor.rows(0, depth));
-    });
-    if (sweep >= kWarmUp) draft_ms = std::min(draft_ms, ms);
+    draft_->add_block(*draft_batch_, 0, depth, context);
+    const double ms = timed([&] { draft(); });
+    if (sweep >= warm_ups) draft_ms = std::min(draft_ms, ms);
   }
   costs_.set_verify(std::move(points));
   costs_.set_draft(draft_ms);

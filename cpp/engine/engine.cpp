@@ -64,10 +64,11 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
 
   batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, max_num_seqs_, blocks_per_slot_);
   logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, target_->vocab_local()});
-  token_out_ = backend_->allocate(DType::kInt32, {2 * kLogitRows});
+  token_out_ = backend_->allocate(DType::kInt32, {2 * max_rows_});
   if (communicator_) {
     gathered_ = backend_->allocate(
-        DType::kInt32, {shard_.size * kLogitRows * std::max<int64_t>(2, target_->vocab_local())});
+        DType::kInt32,
+        {shard_.size * std::max(2 * max_rows_, kLogitRows * target_->vocab_local())});
   }
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
   constexpr int64_t kMaxSlots = kMaxTreeBudget + 1;
@@ -75,6 +76,7 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
                                   {std::max(2 + 5 * kMaxSlots, blocks_per_slot_ + 2 * kMaxSlots)});
   tree_logw_ = backend_->allocate(DType::kFloat64, {kMaxTreeBudget + 1});
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+  passes_ = std::make_unique<RecordedPasses>(*backend_);
   if (!draft_) return;
   const int64_t block = draft_->config().block_size;
   draft_batch_ =
@@ -322,6 +324,12 @@ void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens,
   }
 }
 
+void Engine::forward() {
+  batch_->upload();
+  passes_->run({kForward, batch_->num_rows(), batch_->num_sequences()},
+               [&] { target_->forward(*batch_, *target_cache_); });
+}
+
 void Engine::prefill(Request& request, StepOutput& output) {
   const Clock clock;
   const int64_t begin = request.num_cached;
@@ -329,8 +337,7 @@ void Engine::prefill(Request& request, StepOutput& output) {
   batch_->clear();
   batch_->begin_sequence(begin, block_table(request.slot));
   batch_->add_chain(request.token_ids.data() + begin, count, begin);
-  batch_->upload();
-  target_->forward(*batch_, *target_cache_);
+  forward();
   if (request.method != Method::kPlain) {
     std::vector<int32_t> rows(count);
     for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(i);
@@ -340,7 +347,8 @@ void Engine::prefill(Request& request, StepOutput& output) {
   stats_.prefill_tokens += count;
   ++stats_.target_forwards;
   if (!request.prefilling()) {
-    commit_tokens(request, next_tokens(count - 1, 1), output);
+    choose_tokens(count - 1, 1);
+    commit_tokens(request, chosen_tokens(1), output);
     output.accept_length = 1;
   }
   output.verify_ms = clock.ms();
@@ -359,8 +367,7 @@ void Engine::prefill_spare(const char* name, const std::vector<int64_t>& token_i
     batch_->clear();
     batch_->begin_sequence(begin, block_table(spare_slot()));
     batch_->add_chain(ids.data() + begin, count, begin);
-    batch_->upload();
-    target_->forward(*batch_, *target_cache_);
+    forward();
     if (logits != nullptr) append_logits(count, *logits);
   }
 }
@@ -402,8 +409,7 @@ std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix,
     batch_->add_row(static_cast<int32_t>(tokens[slot]), prefix_len + depths[slot],
                     static_cast<int32_t>(parents[slot]));
   }
-  batch_->upload();
-  target_->forward(*batch_, *target_cache_);
+  forward();
   std::vector<float> out;
   append_logits(slots, out);
   return out;

@@ -9,6 +9,7 @@
 #include "backend/backend.h"
 #include "engine/auto_budget.h"
 #include "engine/checkpoints.h"
+#include "engine/recorded_passes.h"
 #include "engine/request.h"
 #include "model/draft_model.h"
 #include "model/row_batch.h"
@@ -96,11 +97,22 @@ class Engine {
   // Moves rows of the last pass's features to the request's pending ones.
   void keep_features(Request& request, const std::vector<int32_t>& rows);
   void extend_context(Request& request);
+  // Uploads draft_batch_ and runs the drafter over it, with logits [its chosen rows].
+  bool draft();
   void measure_costs();
   // Rank 0's.
   double agreed(double ms);
-  // The target's next tokens after the pass's rows [begin, begin + count).
-  std::vector<int32_t> next_tokens(int64_t begin, int64_t count);
+  // The passes that are recorded.
+  enum Pass : uint8_t { kForward, kVerify, kDraft, kExtend };
+
+  // Uploads batch_ and runs the target over it.
+  void forward();
+  // And chooses each row's next token; for these two see RecordedPasses::run.
+  bool forward_and_choose();
+  // The target's next tokens after the pass's rows [begin, begin + count): chooses them on the back
+  // end, then fetches them.
+  void choose_tokens(int64_t begin, int64_t count);
+  std::vector<int32_t> chosen_tokens(int64_t count);
   void append_logits(int64_t num_rows, std::vector<float>& out);
   // The `width` most probable tokens of each row of drafted logits.
   void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
@@ -135,6 +147,7 @@ class Engine {
   AutoBudget auto_budget_;
   EngineStats stats_;
   LoadReport load_report_;
+  std::unique_ptr<RecordedPasses> passes_;  // after what they work with
 };
 
 }  // namespace kdt

@@ -7,42 +7,49 @@
 
 namespace kdt {
 
-std::vector<int32_t> Engine::next_tokens(int64_t begin, int64_t count) {
-  std::vector<int32_t> tokens(count);
-  const int64_t size = shard_.size;
-  std::vector<int32_t> words;
+void Engine::choose_tokens(int64_t begin, int64_t count) {
   for (int64_t row = 0; row < count; row += kLogitRows) {
     const int64_t rows = std::min(kLogitRows, count - row);
     const Tensor logits = logits_.tensor.rows(0, rows);
-    const Tensor ids = token_out_.tensor.rows(0, rows);
+    const Tensor ids = token_out_.tensor.rows(row, rows);
     target_->lm_head(target_->hidden(begin + row + rows).rows(begin + row, rows), logits);
     if (!communicator_) {
       backend_->argmax({.logits = logits, .ids = ids});
-      backend_->download(tokens.data() + row, ids);
       continue;
     }
-    const Tensor values(token_out_.tensor.rows(rows, rows).raw(), DType::kFloat32, {rows});
+    const Tensor values(token_out_.tensor.rows(count + row, rows).raw(), DType::kFloat32, {rows});
     backend_->argmax(
         {.logits = logits, .ids = ids, .values = values, .first_id = target_->vocab_begin()});
-    const Tensor all = gathered_.tensor.rows(0, size * 2 * rows);
-    communicator_->all_gather(token_out_.tensor.rows(0, 2 * rows), all.view({size, 2 * rows}));
-    words.resize(size * 2 * rows);
-    backend_->download(words.data(), all);
-    for (int64_t r = 0; r < rows; ++r) {
-      int32_t best = -1;
-      float best_value = 0;
-      // Ranks hold ascending ids, so of equals the first is the lowest.
-      for (int64_t rank = 0; rank < size; ++rank) {
-        const int32_t id = words[rank * 2 * rows + r];
-        float value;
-        std::memcpy(&value, &words[rank * 2 * rows + rows + r], sizeof(value));
-        if (id >= 0 && (best < 0 || value > best_value)) {
-          best = id;
-          best_value = value;
-        }
+  }
+  if (!communicator_) return;
+  const int64_t size = shard_.size;
+  communicator_->all_gather(token_out_.tensor.rows(0, 2 * count),
+                            gathered_.tensor.rows(0, size * 2 * count).view({size, 2 * count}));
+}
+
+std::vector<int32_t> Engine::chosen_tokens(int64_t count) {
+  std::vector<int32_t> tokens(count);
+  if (!communicator_) {
+    backend_->download(tokens.data(), token_out_.tensor.rows(0, count));
+    return tokens;
+  }
+  std::vector<int32_t> words(shard_.size * 2 * count);
+  backend_->download(words.data(), gathered_.tensor.rows(0, shard_.size * 2 * count));
+  for (int64_t row = 0; row < count; ++row) {
+    int32_t best = -1;
+    float best_value = 0;
+    // Ranks hold ascending ids, so of equals the first is the lowest.
+    for (int64_t rank = 0; rank < shard_.size; ++rank) {
+      const int32_t* const of_rank = words.data() + rank * 2 * count;
+      const int32_t id = of_rank[row];
+      float value;
+      std::memcpy(&value, &of_rank[count + row], sizeof(value));
+      if (id >= 0 && (best < 0 || value > best_value)) {
+        best = id;
+        best_value = value;
       }
-      tokens[row + r] = best;
     }
+    tokens[row] = best;
   }
   return tokens;
 }

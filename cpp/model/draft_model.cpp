@@ -62,8 +62,7 @@ DraftModel::DraftModel(const RankContext& ranks, const DraftConfig& config,
   gate_up_ = matrix(block_rows, 2 * intermediate);
   activated_ = matrix(block_rows, intermediate);
 
-  drafted_rows_ = backend.allocate(DType::kInt32, {block_rows});
-  drafted_ = matrix(block_rows, c.hidden_size);
+  chosen_ = matrix(block_rows, c.hidden_size);
 }
 
 std::unique_ptr<KvCache> DraftModel::make_cache(int64_t num_blocks, int64_t block_size) const {
@@ -100,11 +99,20 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
   }
 }
 
-void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
+void DraftModel::add_block(RowBatch& batch, int32_t root, int64_t depth,
+                           int64_t num_context) const {
+  KDT_CHECK(depth >= 1 && depth < config_.block_size, "draft: depth ", depth, " of a block of ",
+            config_.block_size);
+  std::vector<int32_t> block(config_.block_size, static_cast<int32_t>(config_.mask_token_id));
+  block[0] = root;
+  // Every row of a block but the first predicts a token.
+  for (int64_t row = 1; row <= depth; ++row) batch.choose_row(batch.num_rows() + row);
+  batch.add_chain(block.data(), config_.block_size, num_context);
+}
+
+void DraftModel::draft(const RowBatch& batch, TargetModel& target, KvCache& cache,
                        const Tensor& logits) {
   const DraftConfig& c = config_;
-  KDT_CHECK(depth >= 1 && depth < c.block_size, "draft: depth ", depth, " of a block of ",
-            c.block_size);
   const int64_t rows = batch.num_rows();
   const auto eps = static_cast<float>(c.rms_norm_eps);
   const Tensor residual = residual_.tensor.rows(0, rows);
@@ -153,18 +161,9 @@ void DraftModel::draft(const RowBatch& batch, int64_t depth, TargetModel& target
         l + 1 < c.num_hidden_layers ? layers_[l + 1].input_layernorm.tensor : norm_.tensor;
     ranks_.add_rms_norm(residual, delta, next_norm, eps, x);
   }
-  // Every row of a block but the first predicts a token.
-  std::vector<int32_t> drafted;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t position = row % c.block_size;
-    if (position >= 1 && position <= depth) drafted.push_back(static_cast<int32_t>(row));
-  }
-  const auto count = static_cast<int64_t>(drafted.size());
-  const Tensor indices = drafted_rows_.tensor.rows(0, count);
-  const Tensor hidden = drafted_.tensor.rows(0, count);
-  backend_.upload(indices, drafted.data());
-  backend_.gather_rows(x, indices, hidden);
-  target.lm_head(hidden, logits);
+  const Tensor chosen = chosen_.tensor.rows(0, batch.num_chosen());
+  backend_.gather_rows(x, batch.chosen_rows(), chosen);
+  target.lm_head(chosen, logits);
 }
 
 }  // namespace kdt

@@ -30,11 +30,12 @@ class DraftModel {
   // `batch` holds the rows' positions and, as prefix_len, how many rows are cached before them.
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
-  // Runs the blocks of `batch` (block_size rows a sequence: the root's token, then mask tokens)
-  // over the cached context. logits [sequences * depth, target's vocab_local()]: row j of a
-  // sequence is for the position j + 1 past its root; depth is 1 to block_size - 1.
-  void draft(const RowBatch& batch, int64_t depth, TargetModel& target, KvCache& cache,
-             const Tensor& logits);
+  // Adds a block behind `num_context` cached rows to the batch's current sequence: block_size rows,
+  // the root's token, then mask tokens. Chosen are its rows for the `depth` positions past the
+  // root; depth is 1 to block_size - 1.
+  void add_block(RowBatch& batch, int32_t root, int64_t depth, int64_t num_context) const;
+  // Runs blocks over the cached context. logits [chosen rows, target's vocab_local()].
+  void draft(const RowBatch& batch, TargetModel& target, KvCache& cache, const Tensor& logits);
 
   const DraftConfig& config() const { return config_; }
 
@@ -56,7 +57,7 @@ class DraftModel {
   std::vector<Layer> layers_;
   // Activations, [rows, ...].
   Buffer features_, context_, context_normed_, kv_, residual_, x_, q_, attended_, delta_, gate_up_,
-      activated_, drafted_rows_, drafted_;
+      activated_, chosen_;
 };
 
 }  // namespace kdt

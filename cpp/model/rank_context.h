@@ -19,11 +19,8 @@ struct RankContext {
   // residual += delta summed over the ranks, then out = RMSNorm(residual) * weight.
   void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight, float eps,
                     const Tensor& out) const {
-    if (communicator != nullptr) {
-      communicator->all_reduce_add_rms_norm(residual, delta, weight, eps, out);
-    } else {
-      backend.add_rms_norm(residual, delta, weight, eps, out);
-    }
+    all_reduce(delta);
+    backend.add_rms_norm(residual, delta, weight, eps, out);
   }
 };
 

@@ -4,22 +4,29 @@
 
 namespace kdt {
 
+namespace {
+
+// Each list begins at a multiple of so many numbers.
+constexpr int64_t kAlignment = 16;
+
+int64_t room(int64_t count) { return (count + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
 RowBatch::RowBatch(Backend& backend, int64_t max_rows, int64_t max_sequences, int64_t max_blocks)
     : backend_(backend),
       max_rows_(max_rows),
       max_sequences_(max_sequences),
       max_blocks_(max_blocks) {
-  device_ids_ = backend.allocate(DType::kInt32, {max_rows});
-  device_positions_ = backend.allocate(DType::kInt32, {max_rows});
-  device_parents_ = backend.allocate(DType::kInt32, {max_rows});
-  device_row_begin_ = backend.allocate(DType::kInt32, {max_sequences + 1});
-  device_prefix_len_ = backend.allocate(DType::kInt32, {max_sequences});
-  device_block_table_ = backend.allocate(DType::kInt32, {max_sequences, max_blocks});
+  device_ =
+      backend.allocate(DType::kInt32, {4 * room(max_rows) + room(max_sequences + 1) +
+                                       room(max_sequences) + room(max_sequences * max_blocks)});
   clear();
 }
 
 void RowBatch::clear() {
-  for (auto* list : {&token_ids_, &positions_, &parents_, &prefix_len_, &block_table_})
+  for (auto* list :
+       {&token_ids_, &positions_, &parents_, &prefix_len_, &block_table_, &chosen_rows_})
     list->clear();
   row_begin_.assign(1, 0);
 }
@@ -51,22 +58,28 @@ void RowBatch::add_chain(const int32_t* token_ids, int64_t count, int64_t positi
   }
 }
 
-void RowBatch::upload() {
-  const auto sequences = static_cast<int64_t>(prefix_len_.size());
-  backend_.upload(token_ids(), token_ids_.data());
-  backend_.upload(positions(), positions_.data());
-  backend_.upload(device_parents_.tensor.rows(0, num_rows()), parents_.data());
-  backend_.upload(device_row_begin_.tensor.rows(0, sequences + 1), row_begin_.data());
-  backend_.upload(device_prefix_len_.tensor.rows(0, sequences), prefix_len_.data());
-  backend_.upload(device_block_table_.tensor.rows(0, sequences), block_table_.data());
+void RowBatch::choose_row(int64_t row) {
+  KDT_CHECK(static_cast<int64_t>(chosen_rows_.size()) < max_rows_, "batch: more than ", max_rows_,
+            " chosen rows");
+  chosen_rows_.push_back(static_cast<int32_t>(row));
 }
 
-SequenceRows RowBatch::rows() const {
-  const auto sequences = static_cast<int64_t>(prefix_len_.size());
-  return {.row_begin = device_row_begin_.tensor.rows(0, sequences + 1),
-          .prefix_len = device_prefix_len_.tensor.rows(0, sequences),
-          .block_table = device_block_table_.tensor.rows(0, sequences),
-          .parents = device_parents_.tensor.rows(0, num_rows())};
+void RowBatch::upload() {
+  std::vector<int32_t> all;  // one copy costs less than many
+  const auto place = [&](const std::vector<int32_t>& list) {
+    const auto begin = static_cast<int64_t>(all.size()), count = static_cast<int64_t>(list.size());
+    all.insert(all.end(), list.begin(), list.end());
+    all.resize(begin + room(count));
+    return device_.tensor.rows(begin, count);
+  };
+  device_ids_ = place(token_ids_);
+  device_positions_ = place(positions_);
+  device_chosen_rows_ = place(chosen_rows_);
+  device_rows_ = {.row_begin = place(row_begin_),
+                  .prefix_len = place(prefix_len_),
+                  .block_table = place(block_table_).view({num_sequences(), max_blocks_}),
+                  .parents = place(parents_)};
+  backend_.upload(device_.tensor.rows(0, static_cast<int64_t>(all.size())), all.data());
 }
 
 }  // namespace kdt

@@ -19,10 +19,6 @@ class Communicator {
   virtual void all_reduce(const Tensor& x) = 0;
   // to [size, ...] = each rank's `from`, in rank order.
   virtual void all_gather(const Tensor& from, const Tensor& to) = 0;
-  // residual += the sum of `delta` as all_reduce makes it, then out = RMSNorm(residual) * weight.
-  // All [T, H] f32; what `delta` holds afterwards is not defined.
-  virtual void all_reduce_add_rms_norm(const Tensor& residual, const Tensor& delta,
-                                       const Tensor& weight, float eps, const Tensor& out) = 0;
 };
 
 }  // namespace kdt

@@ -1,15 +1,14 @@
 // Why a buffer is not written again before everyone has read it. Call c of rank r writes the slots
 // of parity c % 2. It begins after call c - 1 of rank r has ended (one stream, and these kernels
-// never start early), in which at least one block saw the flag c - 1 of each other rank q. Rank q
-// set that flag in its own call c - 1, which began after its call c - 2, the last to read slots of
-// this parity, had ended.
+// first wait for all before them), in which at least one block saw the flag c - 1 of each other
+// rank q. Rank q set that flag in its own call c - 1, which began after its call c - 2, the last to
+// read slots of this parity, had ended.
 //
 // Why a flag means that the data is there. The block's stores come before the barrier, the barrier
 // before the release at system scope; the reader's acquire comes before its barrier, and that
 // before its block's loads.
 #include "kernels/all_reduce.h"
 
-#include "kernels/block_sum.cuh"
 #include "launch.cuh"
 #include "primitives.cuh"
 
@@ -17,10 +16,7 @@ namespace kdt::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-// The fused kernel moves values with all of its threads and adds up squares with as many as the
-// kernel for RMSNorm alone, so that the bits are the same.
-constexpr int kNormThreads = 1024, kSumThreads = 256, kSumWarps = kSumThreads / 32;
-constexpr int kHeadBytes = 64;  // of shared memory, before a row's values
+constexpr int kSharedBytes = 16;
 
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float4 plus(float4 a, float4 b) {
@@ -42,6 +38,7 @@ __device__ __forceinline__ uint64_t* flag(const PushMeeting& m, int owner, int s
 // This call's number, from 1 on; 0 when the communicator has stopped: the block then ends without
 // sending, so that no rank takes what follows a failed sum for a sum. The same for the whole block.
 __device__ __forceinline__ uint64_t begin_call(const PushMeeting& m) {
+  wait_for_previous_kernel();
   auto* shared = reinterpret_cast<uint64_t*>(shared_memory());
   if (threadIdx.x == 0) *shared = load_system(&m.state->stopped) != 0 ? 0 : m.state->calls + 1;
   __syncthreads();
@@ -85,6 +82,9 @@ __device__ __forceinline__ void meet(const PushMeeting& m, uint64_t call) {
     advance(m, call);
   }
   __syncthreads();
+  // Not before: the next kernel's blocks would take the place of another rank's on this device that
+  // has not come yet.
+  start_next_kernel();
 }
 
 // from[begin ... end) goes to the same place of this rank's slot at the others, from the block's
@@ -125,44 +125,6 @@ __global__ __launch_bounds__(kThreads) void push_reduce_kernel(const PushReduceP
   push<Unit>(p.meeting, call, x, first, count, step);
   meet(p.meeting, call);
   for (int64_t i = first; i < count; i += step) x[i] = ordered_sum<Unit>(p.meeting, call, x, i);
-}
-
-// A block a row.
-template <typename Unit>
-__global__ __launch_bounds__(kNormThreads) void push_reduce_norm_kernel(
-    const PushReduceNormParams p) {
-  const uint64_t call = begin_call(p.meeting);
-  if (call == 0) return;
-  constexpr int kWidth = sizeof(Unit) / 4;
-  auto* sums = reinterpret_cast<float*>(shared_memory() + 16);
-  const bool in_shared = kHeadBytes + p.n * 4 <= kMaxSharedBytes;
-  const auto* delta = reinterpret_cast<const Unit*>(p.delta);
-  const int64_t width = p.n / kWidth;
-  for (int64_t row = blockIdx.x; row < p.num_rows; row += gridDim.x)
-    push<Unit>(p.meeting, call, delta, row * width + threadIdx.x, (row + 1) * width, kNormThreads);
-  meet(p.meeting, call);
-  for (int64_t row = blockIdx.x; row < p.num_rows; row += gridDim.x) {
-    auto* residual = reinterpret_cast<Unit*>(p.residual) + row * width;
-    float* const values =
-        in_shared ? reinterpret_cast<float*>(shared_memory() + kHeadBytes) : p.residual + row * p.n;
-    for (int64_t i = threadIdx.x; i < width; i += kNormThreads) {
-      const Unit value =
-          plus(residual[i], ordered_sum<Unit>(p.meeting, call, delta, row * width + i));
-      residual[i] = value;
-      if (in_shared) reinterpret_cast<Unit*>(values)[i] = value;
-    }
-    __syncthreads();
-    float squares = 0;
-    if (threadIdx.x < kSumThreads) {
-      for (int64_t i = threadIdx.x; i < p.n; i += kSumThreads)
-        squares = fmaf(values[i], values[i], squares);
-    }
-    const float mean = block_sum<kSumWarps>(squares, sums) / static_cast<float>(p.n);
-    const float scale = 1.0f / sqrtf(mean + p.eps);
-    for (int64_t i = threadIdx.x; i < p.n; i += kNormThreads)
-      p.out[row * p.n + i] = values[i] * scale * p.weight[i];
-    __syncthreads();  // the next row's values take the place of these
-  }
 }
 
 template <typename Unit>
@@ -214,7 +176,8 @@ void launch_meeting(int blocks, int num_threads, int64_t shared_bytes, cudaStrea
 #ifdef KDT_EMULATOR
   const emulator::BlocksInOrder in_order;
 #endif
-  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), num_threads, shared_bytes, stream, params);
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), num_threads, shared_bytes, stream, params,
+                  /*early=*/true);
 }
 
 }  // namespace
@@ -223,22 +186,10 @@ void launch_push_reduce(const PushReduceParams& p, cudaStream_t stream) {
   if (p.count == 0) return;
   if (aligned(p.count * 4, 16, p.x)) {
     launch_meeting<push_reduce_kernel<float4>>(blocks_for(p.meeting, p.count / 4), kThreads,
-                                               kHeadBytes, stream, p);
+                                               kSharedBytes, stream, p);
   } else {
-    launch_meeting<push_reduce_kernel<float>>(blocks_for(p.meeting, p.count), kThreads, kHeadBytes,
-                                              stream, p);
-  }
-}
-
-void launch_push_reduce_norm(const PushReduceNormParams& p, cudaStream_t stream) {
-  if (p.num_rows == 0) return;
-  const int blocks = static_cast<int>(std::min<int64_t>(p.num_rows, p.meeting.num_blocks));
-  const int64_t whole = kHeadBytes + p.n * 4;
-  const int64_t shared = whole <= kMaxSharedBytes ? whole : kHeadBytes;
-  if (aligned(p.n * 4, 16, p.residual, p.delta)) {
-    launch_meeting<push_reduce_norm_kernel<float4>>(blocks, kNormThreads, shared, stream, p);
-  } else {
-    launch_meeting<push_reduce_norm_kernel<float>>(blocks, kNormThreads, shared, stream, p);
+    launch_meeting<push_reduce_kernel<float>>(blocks_for(p.meeting, p.count), kThreads,
+                                              kSharedBytes, stream, p);
   }
 }
 
@@ -246,7 +197,7 @@ void launch_push_gather(const PushGatherParams& p, cudaStream_t stream) {
   if (p.bytes == 0) return;
   const auto run = [&]<typename Unit>(Unit) {
     launch_meeting<push_gather_kernel<Unit>>(blocks_for(p.meeting, p.bytes / sizeof(Unit)),
-                                             kThreads, kHeadBytes, stream, p);
+                                             kThreads, kSharedBytes, stream, p);
   };
   if (aligned(p.bytes | p.to_stride, 16, p.from, p.to)) {
     run(uint4{});

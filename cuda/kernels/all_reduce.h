@@ -54,18 +54,6 @@ struct PushReduceParams {
 };
 void launch_push_reduce(const PushReduceParams& params, cudaStream_t stream);
 
-// residual += the sum of delta; out = RMSNorm(residual) * weight, as launch_rms_norm computes it.
-struct PushReduceNormParams {
-  PushMeeting meeting;
-  float* residual;      // [num_rows, n]
-  const float* delta;   // [num_rows, n]
-  const float* weight;  // [n]
-  float* out;           // [num_rows, n]
-  int64_t num_rows, n;  // num_rows * n is at most slot_bytes / 4
-  float eps;
-};
-void launch_push_reduce_norm(const PushReduceNormParams& params, cudaStream_t stream);
-
 struct PushGatherParams {
   PushMeeting meeting;
   const unsigned char* from;  // [bytes]

@@ -19,6 +19,7 @@ __device__ uint64_t warp_max_key(uint64_t key) {
 // A block a chunk of a row.
 __global__ void __launch_bounds__(kThreads) chunk_argmax_kernel(const ArgmaxParams p) {
   auto* keys = reinterpret_cast<uint64_t*>(shared_memory());
+  follow_previous_kernel();
   const int64_t row = blockIdx.x / p.num_chunks, chunk = blockIdx.x % p.num_chunks;
   const float* logits = p.logits + row * p.vocab;
   const int64_t begin = chunk * kLogitsChunk + threadIdx.x * 4;
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kThreads) chunk_argmax_kernel(const ArgmaxPara
 
 // A warp a row.
 __global__ void __launch_bounds__(32) row_argmax_kernel(const ArgmaxParams p) {
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
   uint64_t key = 0;
   for (uint32_t c = threadIdx.x; c < p.num_chunks; c += 32)
@@ -66,8 +68,10 @@ __global__ void __launch_bounds__(32) row_argmax_kernel(const ArgmaxParams p) {
 
 void launch_argmax(const ArgmaxParams& params, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(params.num_rows * params.num_chunks);
-  launch<chunk_argmax_kernel>(dim3(blocks), kThreads, kWarps * sizeof(uint64_t), stream, params);
-  launch<row_argmax_kernel>(dim3(static_cast<unsigned>(params.num_rows)), 32, 0, stream, params);
+  launch<chunk_argmax_kernel>(dim3(blocks), kThreads, kWarps * sizeof(uint64_t), stream, params,
+                              /*early=*/true);
+  launch<row_argmax_kernel>(dim3(static_cast<unsigned>(params.num_rows)), 32, 0, stream, params,
+                            /*early=*/true);
 }
 
 }  // namespace kdt::cuda

@@ -9,12 +9,11 @@ namespace kdt::cuda {
 template <int kWarps>
 __device__ __forceinline__ float block_sum(float x, float* shared) {
   x = warp_sum(x);
-  const unsigned warp = threadIdx.x / 32;
-  if (threadIdx.x % 32 == 0 && warp < kWarps) shared[warp] = x;
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  static_assert(kWarps <= 32);
+  if (lane == 0 && warp < kWarps) shared[warp] = x;
   __syncthreads();
-  float sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += shared[w];
-  return sum;
+  return warp_sum(lane < kWarps ? shared[lane] : 0.0f);
 }
 
 }  // namespace kdt::cuda

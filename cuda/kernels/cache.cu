@@ -1,5 +1,6 @@
 #include "kernels/cache.h"
 
+#include "kernels/block_sum.cuh"
 #include "launch.cuh"
 #include "sequences.cuh"
 
@@ -37,21 +38,23 @@ __device__ float warp_rms_scale(const float* x, int64_t n, float eps) {
   return 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(n) + eps);
 }
 
-// A block a row.
+// A thread a value.
 __global__ void rotate_query_kernel(const RotateQueryParams p) {
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
   const int64_t position = checked_position(p.rope, row, p.fault);
-  for (int64_t i = threadIdx.x; i < p.num_heads * p.rope.dim; i += kThreads) {
-    const int64_t head = row * p.num_heads + i / p.rope.dim;
-    const float* q = p.q + head * p.q_stride + p.q_begin;
-    const int d = static_cast<int>(i % p.rope.dim);
-    p.out[head * p.out_stride + p.out_begin + d] =
-        rotated(p.rope, position, d, [&](int j) { return q[j]; }) * p.scale;
-  }
+  const auto i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
+  if (i >= p.num_heads * p.rope.dim) return;
+  const int64_t head = row * p.num_heads + i / p.rope.dim;
+  const float* q = p.q + head * p.q_stride + p.q_begin;
+  const int d = i % p.rope.dim;
+  p.out[head * p.out_stride + p.out_begin + d] =
+      rotated(p.rope, position, d, [&](int j) { return q[j]; }) * p.scale;
 }
 
 // A block a row, a warp a head at a time.
 __global__ void prepare_heads_kernel(const PrepareHeadsParams p) {
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
   const int64_t position = checked_position(p.rope, row, p.fault);
   const int dim = p.rope.dim;
@@ -68,15 +71,20 @@ __global__ void prepare_heads_kernel(const PrepareHeadsParams p) {
 
 // A block a row.
 __global__ void mla_store_kernel(const MlaStoreParams p) {
+  auto* shared = reinterpret_cast<float*>(shared_memory());
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
+  const float* kv = p.kv + row * p.kv_stride;
+  float squares = 0;
+  for (int64_t i = threadIdx.x; i < p.rank; i += kThreads) squares = fmaf(kv[i], kv[i], squares);
   const int sequence = sequence_of(p.sequences, row);
   const int64_t slot = row - p.sequences.row_begin[sequence];
   const int64_t at = cache_row(p.sequences, sequence, p.sequences.prefix_len[sequence] + slot);
   if (at < 0) return;
   const int64_t position = checked_position(p.rope, row, p.sequences.fault);
-  const float* kv = p.kv + row * p.kv_stride;
   uint16_t* to = p.layer + at * p.row_stride;
-  const float scale = warp_rms_scale(kv, p.rank, p.eps);  // each warp for itself
+  const float mean = block_sum<kWarps>(squares, shared) / static_cast<float>(p.rank);
+  const float scale = 1.0f / sqrtf(mean + p.eps);
   for (int64_t i = threadIdx.x; i < p.rank; i += kThreads)
     to[i] = to_bf16(kv[i] * scale * p.norm_weight[i]);
   for (int d = threadIdx.x; d < p.rope.dim; d += kThreads)
@@ -85,6 +93,7 @@ __global__ void mla_store_kernel(const MlaStoreParams p) {
 
 // A block a row, a warp a head at a time.
 __global__ void gqa_store_kernel(const GqaStoreParams p) {
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
   const int sequence = sequence_of(p.sequences, row);
   const int64_t slot = row - p.sequences.row_begin[sequence];
@@ -161,19 +170,24 @@ dim3 rows_grid(int64_t rows) { return dim3(static_cast<unsigned>(rows)); }
 
 void launch_rotate_query(const RotateQueryParams& params, cudaStream_t stream) {
   if (params.rope.dim == 0) return;
-  launch<rotate_query_kernel>(rows_grid(params.num_rows), kThreads, 0, stream, params);
+  const dim3 grid(static_cast<unsigned>(params.num_rows),
+                  static_cast<unsigned>(ceil_div(params.num_heads * params.rope.dim, kThreads)));
+  launch<rotate_query_kernel>(grid, kThreads, 0, stream, params, /*early=*/true);
 }
 
 void launch_prepare_heads(const PrepareHeadsParams& params, cudaStream_t stream) {
-  launch<prepare_heads_kernel>(rows_grid(params.num_rows), kThreads, 0, stream, params);
+  launch<prepare_heads_kernel>(rows_grid(params.num_rows), kThreads, 0, stream, params,
+                               /*early=*/true);
 }
 
 void launch_mla_store(const MlaStoreParams& params, cudaStream_t stream) {
-  launch<mla_store_kernel>(rows_grid(params.sequences.num_rows), kThreads, 0, stream, params);
+  launch<mla_store_kernel>(rows_grid(params.sequences.num_rows), kThreads, kWarps * sizeof(float),
+                           stream, params, /*early=*/true);
 }
 
 void launch_gqa_store(const GqaStoreParams& params, cudaStream_t stream) {
-  launch<gqa_store_kernel>(rows_grid(params.sequences.num_rows), kThreads, 0, stream, params);
+  launch<gqa_store_kernel>(rows_grid(params.sequences.num_rows), kThreads, 0, stream, params,
+                           /*early=*/true);
 }
 
 void launch_kv_compact(const KvCompactParams& params, cudaStream_t stream) {

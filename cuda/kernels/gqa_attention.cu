@@ -73,6 +73,7 @@ __device__ void load_tile(const GqaAttentionParams& p, const Tile& tile, int64_t
 // Block (segment, key-value head and group of its query heads, row tile); a warp a query head.
 template <int kDim>
 __global__ void __launch_bounds__(kMaxWarps * 32) gqa_kernel(const GqaAttentionParams p) {
+  follow_previous_kernel();
   constexpr int kSteps = kDim / 16, kColumns = kDim / 8, kScores = kTileKeys / 8;
   auto& shared = *reinterpret_cast<Shared<kDim>*>(shared_memory());
   Tile tile;
@@ -216,6 +217,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32) gqa_kernel(const GqaAttentionP
 
 // Block (row, head): merges the segments in order.
 __global__ void gqa_merge_kernel(const GqaAttentionParams p) {
+  follow_previous_kernel();
   const int64_t row = blockIdx.x, head = blockIdx.y;
   const int sequence = sequence_of(p.sequences, row);
   const int64_t begin_row = p.sequences.row_begin[sequence];
@@ -285,10 +287,10 @@ void launch_tiles(const GqaAttentionParams& p, cudaStream_t stream) {
       static_cast<unsigned>(p.kv_heads * ceil_div(group, warps)),
       static_cast<unsigned>(p.sequences.num_rows / kTileRows + p.sequences.num_sequences));
   static_assert(sizeof(Shared<kDim>) <= kMaxSharedBytes);
-  launch<gqa_kernel<kDim>>(grid, 32 * warps, sizeof(Shared<kDim>), stream, p);
+  launch<gqa_kernel<kDim>>(grid, 32 * warps, sizeof(Shared<kDim>), stream, p, /*early=*/true);
   launch<gqa_merge_kernel>(
       dim3(static_cast<unsigned>(p.sequences.num_rows), static_cast<unsigned>(p.num_heads)), kDim,
-      0, stream, p);
+      0, stream, p, /*early=*/true);
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ template <typename Format, typename Source, int kStripes, int kTiles>
 __global__ void __launch_bounds__(kStreamThreads, kBlocks<Format, kTiles>)
     linear_kernel(const LinearParams p) {
   stream_products<Format, kStripes, kTiles>(LinearJob<Source, kStripes, kTiles>(p),
-                                            {p.weights, p.num_chunks, p.k_warps, false});
+                                            {p.weights, p.num_chunks, p.k_warps, true});
 }
 
 int64_t num_units(const LinearParams& p, int stripes, int tiles) {
@@ -90,7 +90,7 @@ void start(const LinearParams& p, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(units, p.num_multiprocessors * kBlocks<Format, kTiles>);
   launch<linear_kernel<Format, Source, kStripes, kTiles>>(
       dim3(static_cast<unsigned>(blocks)), kStreamThreads, StreamLayout<Format, kStripes>::kBytes,
-      stream, p);
+      stream, p, /*early=*/true);
 }
 
 template <typename Format>
@@ -110,6 +110,7 @@ void start(const LinearParams& p, cudaStream_t stream) {
 constexpr int kRoundThreads = 256;
 
 __global__ void round_rows_kernel(const RoundRowsParams p) {
+  follow_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kRoundThreads + threadIdx.x;
   if (i >= p.to_stride) return;
   for (int64_t row = blockIdx.y; row < p.num_rows; row += gridDim.y) {
@@ -125,7 +126,7 @@ __global__ void round_rows_kernel(const RoundRowsParams p) {
 void launch_round_rows(const RoundRowsParams& params, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(params.to_stride, kRoundThreads)),
                   static_cast<unsigned>(std::min<int64_t>(params.num_rows, 65535)));
-  launch<round_rows_kernel>(grid, kRoundThreads, 0, stream, params);
+  launch<round_rows_kernel>(grid, kRoundThreads, 0, stream, params, /*early=*/true);
 }
 
 void launch_linear(const LinearParams& params, cudaStream_t stream) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_quad(const float* row, int64_t i, int64_t n
     return;
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j) x[j] = i + j < n ? __ldg(row + i + j) : __uint_as_float(0x7FC00000u);
+  for (int j = 0; j < 4; ++j) x[j] = i + j < n ? row[i + j] : __uint_as_float(0x7FC00000u);
 }
 
 }  // namespace kdt::cuda

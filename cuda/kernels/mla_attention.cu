@@ -8,7 +8,7 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     mla_attention_kernel(const MlaAttentionParams p) {
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_memory());
-  if (!C::kIsPath) start_next_kernel();
+  if (!C::kIsPath) follow_previous_kernel();
   // Items get shorter; every second round goes backwards, so that none has the longest of each.
   const auto next = [&](int32_t index) {
     const auto blocks = static_cast<int32_t>(gridDim.x), block = static_cast<int32_t>(blockIdx.x);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 // Returns whether there was anything to start.
 template <typename C>
 bool launch_config(const MlaAttentionParams& params, const MlaChip& chip, cudaStream_t stream,
-                   bool early = false) {
+                   bool early) {
   const int64_t rows = params.end_row - params.first_row;
   const int64_t items =
       C::kIsPath ? rows * ceil_div(params.num_heads, C::kPairs)
@@ -80,11 +80,11 @@ void launch_shape(const MlaAttentionParams& params, const MlaChip& chip, cudaStr
   const bool two_fit = chip.shared_bytes >= 2 * (static_cast<int64_t>(sizeof(Small)) + kReserved);
   bool started;
   if (pairs <= 16) {
-    started = launch_config<MlaConfig<kRank, kRope, 1, 1, false>>(params, chip, stream);
+    started = launch_config<MlaConfig<kRank, kRope, 1, 1, false>>(params, chip, stream, true);
   } else if (pairs <= 128 || two_fit) {
-    started = launch_config<MlaConfig<kRank, kRope, 1, 2, false>>(params, chip, stream);
+    started = launch_config<MlaConfig<kRank, kRope, 1, 2, false>>(params, chip, stream, true);
   } else {
-    started = launch_config<MlaConfig<kRank, kRope, 2, 2, false>>(params, chip, stream);
+    started = launch_config<MlaConfig<kRank, kRope, 2, 2, false>>(params, chip, stream, true);
   }
   // The keys of a path belong to the heads of one row. Paths need nothing of the segments, so they
   // fill the multiprocessors that those leave.

@@ -11,6 +11,7 @@ constexpr int kAtOnce = 8;
 // A block a (row, head), rank threads: four columns each of every fourth partial result.
 __global__ void mla_merge_kernel(const MlaAttentionParams p) {
   auto* parts = reinterpret_cast<float4*>(shared_memory());  // [kParts - 1, rank / 4]
+  follow_previous_kernel();
   const int32_t row = p.first_row + static_cast<int32_t>(blockIdx.x / p.num_heads);
   const MlaSequence s = mla_sequence(p.sequences, sequence_of(p.sequences, row));
   if (row < s.begin || row >= s.end) {
@@ -84,7 +85,8 @@ __global__ void mla_merge_kernel(const MlaAttentionParams p) {
 void launch_mla_merge(const MlaAttentionParams& params, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(params.end_row - params.first_row) * params.num_heads;
   launch<mla_merge_kernel>(dim3(static_cast<unsigned>(pairs)), params.rank,
-                           (kParts - 1) * params.rank * sizeof(float), stream, params);
+                           (kParts - 1) * params.rank * sizeof(float), stream, params,
+                           /*early=*/true);
 }
 
 }  // namespace kdt::cuda

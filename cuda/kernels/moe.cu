@@ -119,7 +119,7 @@ __device__ void sort_slots(const MoePrepareParams& p, int num_warps) {
 
 // Block 0 sorts, the others round: each a run of columns of a token.
 __global__ void moe_prepare_kernel(const MoePrepareParams p) {
-  start_next_kernel();
+  follow_previous_kernel();
   if (blockIdx.x == 0) return sort_slots(p, sorting_warps(p));
   const int64_t parts = (p.x_stride + kRoundColumns - 1) / kRoundColumns;
   for (int64_t part = blockIdx.x - 1; part < parts * p.num_tokens; part += gridDim.x - 1) {
@@ -132,7 +132,7 @@ __global__ void moe_prepare_kernel(const MoePrepareParams p) {
 }
 
 __global__ void moe_sum_kernel(const MoeSumParams p) {
-  wait_for_previous_kernel();
+  follow_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= p.hidden_size) return;
   for (int64_t token = blockIdx.y; token < p.num_tokens; token += gridDim.y) {
@@ -169,7 +169,8 @@ void launch_moe_prepare(const MoePrepareParams& params, cudaStream_t stream) {
   const int64_t parts = params.num_tokens * ceil_div(params.x_stride, kRoundColumns);
   launch<moe_prepare_kernel>(
       dim3(static_cast<unsigned>(1 + std::min<int64_t>(parts, 1024))), kPrepareThreads,
-      (kPrepareWarps + sorting_warps(params) * params.num_experts) * 4, stream, params);
+      (kPrepareWarps + sorting_warps(params) * params.num_experts) * 4, stream, params,
+      /*early=*/true);
 }
 
 void launch_moe_sum(const MoeSumParams& params, cudaStream_t stream) {

@@ -19,8 +19,7 @@ class GateUpJob : public ExpertJob<kTiles, Source> {
 template <typename Format, int kTiles, typename Source>
 __global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
     gate_up_kernel(const MoeProductParams p) {
-  wait_for_previous_kernel();
-  start_next_kernel();  // so the next one knows that this one's predecessor has ended
+  follow_previous_kernel();  // which may have listed the tiles
   stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles, Source>(p),
                                                   {p.weights, p.num_chunks, p.k_warps, false});
 }
@@ -32,10 +31,8 @@ void start(const MoeProductParams& p, cudaStream_t stream) {
 
 template <typename Format>
 void start(const MoeProductParams& p, cudaStream_t stream) {
-  // Behind kernels of other ops, which do not know what may overlap.
   if (p.x_is_float)
-    return launch_expert_product<gate_up_kernel<Format, 1, Float32Source>, Format, 1>(p, stream,
-                                                                                      false);
+    return launch_expert_product<gate_up_kernel<Format, 1, Float32Source>, Format, 1>(p, stream);
   switch (p.tile_rows) {
     case 8:
       return start<Format, 1>(p, stream);

@@ -67,14 +67,14 @@ inline constexpr int kExpertBlocks = kTiles <= 2 ? 2 : 1;
 
 // Shared by the launchers of both products.
 template <auto kKernel, typename Format, int kTiles>
-void launch_expert_product(const MoeProductParams& p, cudaStream_t stream, bool early = true) {
+void launch_expert_product(const MoeProductParams& p, cudaStream_t stream) {
   const int64_t groups = ceil_div(p.num_stripes, kStreamWarps / p.k_warps * kExpertStripes);
   const int64_t units = p.max_tiles * groups;
   KDT_CHECK(units < (int64_t{1} << 30), "moe_experts: ", p.max_tiles, " tiles of ", groups,
             " stripe groups in one call");
   const int64_t blocks = std::min<int64_t>(units, p.num_multiprocessors * kExpertBlocks<kTiles>);
   launch<kKernel>(dim3(static_cast<unsigned>(blocks)), kStreamThreads,
-                  StreamLayout<Format, kExpertStripes>::kBytes, stream, p, early);
+                  StreamLayout<Format, kExpertStripes>::kBytes, stream, p, /*early=*/true);
 }
 
 }  // namespace kdt::cuda

@@ -1,3 +1,6 @@
+#include <algorithm>
+
+#include "kernels/logits.cuh"
 #include "kernels/moe.h"
 #include "launch.cuh"
 #include "primitives.cuh"
@@ -5,31 +8,10 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kMostWarps = 16;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-__device__ float excluded() { return __uint_as_float(0xFF800000u); }  // -inf
-
-// A candidate is better when its score is greater, or equal with a lower index.
-struct Best {
-  float score;
-  int32_t index;  // -1: none
-
-  __device__ void take(float other, int32_t at) {
-    if (at >= 0 && (index < 0 || other > score || (other == score && at < index))) {
-      score = other;
-      index = at;
-    }
-  }
-};
-
-__device__ Best warp_best(Best best) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const float score = __shfl_xor_sync(kAll, best.score, offset);
-    best.take(score, __shfl_xor_sync(kAll, best.index, offset));
-  }
-  return best;
-}
+__device__ float excluded() { return minus_infinity(); }
 
 // Leaves the experts of the topk_group best groups, by the sum of a group's two best biased scores.
 __device__ void exclude_groups(const MoeRouteParams& p, float* biased, float* group_score,
@@ -61,55 +43,78 @@ __device__ void exclude_groups(const MoeRouteParams& p, float* biased, float* gr
   __syncwarp();
 }
 
-// A warp a row. Shared: biased scores [num_experts], group scores [n_group].
+// A block a row. A warp ranks experts 32 at a time and keeps their best, then those are ranked: a
+// rank is how many keys are greater.
 __global__ void moe_route_kernel(const MoeRouteParams p) {
-  auto* biased = reinterpret_cast<float*>(shared_memory());
-  float* group_score = biased + p.num_experts;
-  const int lane = static_cast<int>(threadIdx.x);
+  const int64_t groups = (p.num_experts + kWarp - 1) / kWarp;
+  const int kept = static_cast<int>(min(p.top_k, static_cast<int64_t>(kWarp)));
+  const auto candidates = static_cast<int>(groups * kept);
+  auto* keys = reinterpret_cast<uint64_t*>(shared_memory());   // [groups, kept]; 0: no expert
+  auto* scores = reinterpret_cast<float*>(keys + candidates);  // [num_experts]
+  float* biased = scores + p.num_experts;                      // [num_experts]
+  float* group_score = biased + p.num_experts;                 // [n_group]
+  float* chosen = group_score + p.n_group;                     // [top_k]
+  auto* ids = reinterpret_cast<int32_t*>(chosen + p.top_k);    // [top_k]
+  follow_previous_kernel();
   const int64_t row = blockIdx.x;
-  const float* logits = p.logits + row * p.num_experts;
-  const auto score_of = [&](int64_t e) { return 1.0f / (1.0f + expf(-logits[e])); };
-
-  for (int64_t e = lane; e < p.num_experts; e += kWarp) {
+  const auto threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarp;
+  for (int64_t e = thread; e < p.num_experts; e += threads) {
+    const float score = 1.0f / (1.0f + expf(-p.logits[row * p.num_experts + e]));
+    scores[e] = score;
     // What is no number ranks behind every other.
-    const float sum = score_of(e) + p.bias[e];
+    const float sum = score + p.bias[e];
     biased[e] = isnan(sum) ? excluded() : sum;
   }
-  __syncwarp();
-  if (p.topk_group < p.n_group) exclude_groups(p, biased, group_score, lane);
-
-  int32_t* ids = p.ids + row * p.top_k;
-  float* weights = p.weights + row * p.top_k;
-  float sum = 0;
-  for (int64_t k = 0; k < p.top_k; ++k) {
-    Best best{0, -1};
-    for (int64_t e = lane; e < p.num_experts; e += kWarp) {
-      if (biased[e] != excluded()) best.take(biased[e], static_cast<int32_t>(e));
-    }
-    best = warp_best(best);
-    // Without a number left, the id stays invalid and adds nothing.
-    const float weight = best.index < 0 ? 0.0f : score_of(best.index);
-    sum += weight;
-    if (lane == 0) {
-      ids[k] = best.index;
-      weights[k] = weight;
-    }
-    // A lane reads and writes its own scores only, so none waits for another.
-    if (best.index % kWarp == lane) biased[best.index] = excluded();
+  for (int64_t k = thread; k < p.top_k; k += threads) {
+    chosen[k] = 0;  // without a number left, the id stays invalid and adds nothing
+    ids[k] = -1;
   }
+  __syncthreads();
+  if (p.topk_group < p.n_group) {
+    if (thread < kWarp) exclude_groups(p, biased, group_score, lane);
+    __syncthreads();
+  }
+
+  for (int64_t group = thread / kWarp; group < groups; group += threads / kWarp) {
+    const int64_t e = group * kWarp + lane;
+    const bool exists = e < p.num_experts && biased[e] != excluded();
+    const uint64_t key = exists ? key_of(ordered(biased[e]), e) : 0;
+    int rank = 0;
+    for (int other = 0; other < kWarp; ++other) rank += __shfl_sync(kAll, key, other) > key;
+    if (lane < kept) keys[group * kept + lane] = 0;
+    __syncwarp();
+    if (exists && rank < kept) keys[group * kept + rank] = key;
+  }
+  __syncthreads();
+  for (int i = thread; i < candidates; i += threads) {
+    const uint64_t key = keys[i];
+    int64_t rank = 0;
+    for (int other = 0; other < candidates; ++other) rank += keys[other] > key;
+    if (key == 0 || rank >= p.top_k) continue;
+    ids[rank] = position_of(key);
+    chosen[rank] = scores[position_of(key)];
+  }
+  __syncthreads();
+  float sum = 0;
+  for (int64_t k = 0; k < p.top_k; ++k) sum += chosen[k];
   const float factor =
       p.norm_topk_prob ? p.routed_scaling_factor / (sum + 1e-20f) : p.routed_scaling_factor;
-  if (lane == 0) {
-    for (int64_t k = 0; k < p.top_k; ++k) weights[k] *= factor;
+  for (int64_t k = thread; k < p.top_k; k += threads) {
+    p.ids[row * p.top_k + k] = ids[k];
+    p.weights[row * p.top_k + k] = chosen[k] * factor;
   }
 }
 
 }  // namespace
 
 void launch_moe_route(const MoeRouteParams& params, cudaStream_t stream) {
-  const auto shared = static_cast<int64_t>(sizeof(float)) * (params.num_experts + params.n_group);
-  launch<moe_route_kernel>(dim3(static_cast<unsigned>(params.num_rows)), kWarp, shared, stream,
-                           params);
+  const int64_t groups = ceil_div(params.num_experts, kWarp);
+  const int64_t shared = 8 * groups * std::min<int64_t>(params.top_k, kWarp) +
+                         4 * (2 * params.num_experts + params.n_group + 2 * params.top_k);
+  const auto threads = static_cast<int>(std::min<int64_t>(groups, kMostWarps) * kWarp);
+  launch<moe_route_kernel>(dim3(static_cast<unsigned>(params.num_rows)), threads, shared, stream,
+                           params, /*early=*/true);
 }
 
 }  // namespace kdt::cuda

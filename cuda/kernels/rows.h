@@ -30,6 +30,7 @@ struct RmsNormParams {
   float* out;           // [num_rows, n]
   int64_t num_rows, n, x_stride;
   float eps;
+  bool aligned;  // all rows to 16 bytes, and n to 4
 };
 void launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 

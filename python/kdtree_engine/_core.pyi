@@ -227,7 +227,7 @@ def bench_ops(device: str, only: str = "") -> list[dict[str, Any]]:
     """Times of the ops of a CUDA device and of its ceilings, as kdtree bench ops prints them.
 
     op, shape, us, bytes (read once), operations. `only`: moe_experts,
-    mla_attention, choice or linear.
+    mla_attention, choice, rows or linear.
     """
 
 def bench_rank(

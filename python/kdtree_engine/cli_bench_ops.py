@@ -45,7 +45,8 @@ def bench_ops(
     only: Annotated[
         str,
         typer.Option(
-            help="moe_experts, mla_attention, choice or linear.  [default: all]", show_default=False
+            help="moe_experts, mla_attention, choice, rows or linear.  [default: all]",
+            show_default=False,
         ),
     ] = "",
     json_file: Annotated[

@@ -247,9 +247,39 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+// A thread has one stream, and so one capture.
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = emulator::is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+using cudaGraph_t = emulator::Graph*;
+using cudaGraphExec_t = emulator::Graph*;
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  emulator::begin_capture();
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  *graph = new emulator::Graph(emulator::end_capture());
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                        unsigned long long) {
+  *executable = new emulator::Graph(*graph);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  delete executable;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+  for (const auto& node : *executable) node();
   return cudaSuccess;
 }
 // There is one device.
@@ -285,7 +315,7 @@ inline cudaError_t cudaMallocFromPoolAsync(void** pointer, size_t bytes, cudaMem
 inline cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t) {
-  std::memcpy(to, from, bytes);
+  emulator::in_stream([=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
 // Copies are done when their call returns, so an event has always happened.
@@ -304,6 +334,6 @@ inline cudaError_t cudaMemset(void* at, int value, size_t bytes) {
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
-  std::memset(at, value, bytes);
+  emulator::in_stream([=] { std::memset(at, value, bytes); });
   return cudaSuccess;
 }

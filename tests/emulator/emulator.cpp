@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -91,6 +92,7 @@ struct Machine {
 };
 
 thread_local Machine machine;
+thread_local std::optional<Graph> captured;
 
 std::string text(const Meeting& meeting) {
   const std::string file = meeting.where.file_name();
@@ -232,8 +234,33 @@ void let_others_run() {
   pause();
 }
 
+void begin_capture() {
+  if (captured) fail("a capture inside of another");
+  captured.emplace();
+}
+
+Graph end_capture() {
+  if (!captured) fail("no capture to end");
+  Graph graph = std::move(*captured);
+  captured.reset();
+  return graph;
+}
+
+bool is_capturing() { return captured.has_value(); }
+
+void in_stream(const std::function<void()>& work) { captured ? captured->push_back(work) : work(); }
+
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::function<void()>& body) {
   Machine& m = machine;
+  if (captured) {
+    captured->push_back([=, in_order = m.in_order > 0] {
+      const auto run = [&] { launch(grid, num_threads, shared_bytes, body); };
+      if (!in_order) return run();
+      const BlocksInOrder keep;
+      run();
+    });
+    return;
+  }
   if (m.current >= 0) fail("a kernel starts a kernel");
   if (num_threads < kWarp || num_threads > kWarp * kMaxWarps || num_threads % kWarp != 0)
     fail("a block of " + std::to_string(num_threads) + " threads");

@@ -16,6 +16,7 @@
 #include <functional>
 #include <source_location>
 #include <string>
+#include <vector>
 
 struct dim3 {
   unsigned x, y, z;
@@ -33,6 +34,14 @@ namespace emulator {
 using Where = std::source_location;
 
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, const std::function<void()>& body);
+
+// What a thread's stream was given while it was captured.
+using Graph = std::vector<std::function<void()>>;
+void begin_capture();
+Graph end_capture();
+bool is_capturing();
+// Now, or in the graph that is captured.
+void in_stream(const std::function<void()>& work);
 
 // Kernels of several threads of the process run at the same time. Those that wait for each other do
 // it block by block: while an object of this class exists, the blocks of this thread's launches run

@@ -105,6 +105,7 @@ inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
 }
 inline void wait_for_previous_kernel() {}
 inline void start_next_kernel() {}
+inline void follow_previous_kernel() {}
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 

@@ -108,35 +108,6 @@ inline std::string check_sums(Rank& r) {
   return "";
 }
 
-inline std::string check_fused(Rank& r) {
-  std::vector<Shape> shapes = {{1, 1}, {3, 7}, {5, 64}, {2, 1023}, {3, 1024}, {2, 1025}};
-  if (large_cases())
-    append(shapes,
-           {{1, 7168}, {8, 7168}, {65, 7168}, {257, 7168}, {5, 7167}, {3, 40000}, {2, 30001}});
-  uint64_t seed = 100;
-  for (const Shape& shape : shapes) {
-    const int64_t count = shape[0] * shape[1];
-    ++seed;
-    const Floats delta = part(r.index, count, seed);
-    const Buffer residual = upload(r.backend, part(60, count, seed), shape),
-                 weight = upload(r.backend, part(61, shape[1], seed)),
-                 x = upload(r.backend, delta, shape), out = output(r.backend, shape),
-                 other_residual = upload(r.backend, part(60, count, seed), shape),
-                 other_x = upload(r.backend, delta, shape), other_out = output(r.backend, shape);
-    r.communicator.all_reduce_add_rms_norm(residual.tensor, x.tensor, weight.tensor, 1e-6f,
-                                           out.tensor);
-    r.communicator.all_reduce(other_x.tensor);
-    r.backend.add_rms_norm(other_residual.tensor, other_x.tensor, weight.tensor, 1e-6f,
-                           other_out.tensor);
-    if (!same_bits(download(r.backend, residual.tensor),
-                   download(r.backend, other_residual.tensor)))
-      return join("rank ", r.index, ": the residual of ", x.tensor.to_string());
-    if (!same_bits(download(r.backend, out.tensor), download(r.backend, other_out.tensor)))
-      return join("rank ", r.index, ": the norm of ", x.tensor.to_string());
-  }
-  return "";
-}
-
 // Any element type and alignment.
 template <typename T>
 std::string check_gather_of(Rank& r, int64_t count, int64_t skip) {
@@ -175,6 +146,13 @@ inline void delay(Rank& r, Random& random, const Tensor& busy) {
   if (random.below(3) == 0) r.backend.fill_zero(busy.rows(0, random.below(busy.dim(0))));
 }
 
+// A sum and the op that follows it in a layer.
+inline void add_rms_norm(Rank& r, const Tensor& residual, const Tensor& delta, const Tensor& weight,
+                         const Tensor& out) {
+  r.communicator.all_reduce(delta);
+  r.backend.add_rms_norm(residual, delta, weight, 1e-5f, out);
+}
+
 // One call after another, of all kinds and changing sizes, none waited for.
 inline std::string check_many(Rank& r) {
   const int calls = large_cases() ? 1000 : 60;
@@ -206,8 +184,7 @@ inline std::string check_many(Rank& r) {
     delay(r, delays, busy.tensor);
     if (call.kind == 0) r.communicator.all_reduce(call.x.tensor);
     if (call.kind == 1)
-      r.communicator.all_reduce_add_rms_norm(call.more.tensor, call.x.tensor, weight.tensor, 1e-5f,
-                                             call.out.tensor);
+      add_rms_norm(r, call.more.tensor, call.x.tensor, weight.tensor, call.out.tensor);
     if (call.kind == 2) r.communicator.all_gather(call.x.tensor, call.out.tensor);
   }
   r.backend.synchronize();
@@ -229,6 +206,84 @@ inline std::string check_many(Rank& r) {
       return join("rank ", r.index, ": call ", call.seed - 1000, " of kind ", call.kind);
   }
   return "";
+}
+
+// A pass of all three kinds, recorded and run again and again with other inputs, between calls of
+// other sizes, with ranks late at random.
+inline std::string check_recorded(Rank& r) {
+  constexpr int kRuns = 20;
+  const int64_t n = large_cases() ? 7168 : 96, rows = 3, long_n = large_cases() ? 200000 : 1100;
+  const Buffer weight = upload(r.backend, part(60, n, 7)),
+               busy = output(r.backend, {large_cases() ? 4096 : 16, 1024});
+  struct Pass {
+    Buffer x, residual, delta, normed, mine, all;
+  };
+  const auto make = [&] {
+    return Pass{output(r.backend, {1, long_n}), output(r.backend, {rows, n}),
+                output(r.backend, {rows, n}),   output(r.backend, {rows, n}),
+                output(r.backend, {rows, n}),   output(r.backend, {r.size, rows, n})};
+  };
+  const auto load = [&](const Pass& pass, uint64_t seed) {
+    r.backend.upload(pass.x.tensor, part(r.index, long_n, seed).data());
+    r.backend.upload(pass.residual.tensor, part(61, rows * n, seed).data());
+    r.backend.upload(pass.delta.tensor, part(r.index, rows * n, seed + 1).data());
+    r.backend.upload(pass.mine.tensor, part(r.index, rows * n, seed + 2).data());
+    for (const Buffer* out : {&pass.normed, &pass.all})
+      r.backend.upload(out->tensor, Floats(out->tensor.numel(), kNan).data());
+  };
+  const auto call = [&](const Pass& pass) {
+    add_rms_norm(r, pass.residual.tensor, pass.delta.tensor, weight.tensor, pass.normed.tensor);
+    r.communicator.all_reduce(pass.x.tensor);
+    r.communicator.all_gather(pass.mine.tensor, pass.all.tensor);
+  };
+  const auto results = [&](const Pass& pass) {
+    Floats all;
+    for (const Buffer* buffer : {&pass.x, &pass.residual, &pass.normed, &pass.all})
+      append(all, download(r.backend, buffer->tensor));
+    return all;
+  };
+  // Taking memory may wait for the device, where another rank may wait for this one.
+  const auto all_have_memory = [&] {
+    r.backend.synchronize();
+    r.group.barrier();
+  };
+  const Pass recorded = make(), called = make();
+  load(recorded, 1);
+  all_have_memory();
+  call(recorded);
+  r.backend.synchronize();
+  const auto recording = r.backend.record([&] { call(recorded); });
+  if (recording == nullptr) return on_gpu() ? "nothing was recorded" : "";
+  // A larger sum takes other memory to work in; somebody else gets the old.
+  const Buffer larger = upload(r.backend, Floats(4 * long_n, 1.0f), {4, long_n});
+  all_have_memory();
+  r.communicator.all_reduce(larger.tensor);
+  all_have_memory();
+  std::vector<Buffer> others;
+  for (int i = 0; i < 8; ++i) others.push_back(upload(r.backend, Floats(long_n, 3.5f)));
+  all_have_memory();
+  Random delays(r.index + 1);
+  std::string wrong;
+  for (int run = 0; run < kRuns && wrong.empty(); ++run) {
+    const uint64_t seed = 2000 + 4 * run;
+    load(recorded, seed);
+    load(called, seed);
+    delay(r, delays, busy.tensor);
+    recording->run();
+    delay(r, delays, busy.tensor);
+    call(called);
+    const Floats got = results(recorded);
+    if (!same_bits(got, results(called))) wrong = join("rank ", r.index, ": run ", run);
+    if (!same_bits(slice(got, 0, long_n), ordered_sum(r.size, long_n, seed)))
+      wrong = join("rank ", r.index, ": the sum of run ", run);
+  }
+  for (const Buffer& other : others) {
+    if (wrong.empty() && !same_bits(download(r.backend, other.tensor), Floats(long_n, 3.5f)))
+      wrong = join("rank ", r.index, ": a run wrote to another's memory");
+  }
+  // So may the end of a recording.
+  if (wrong.empty()) r.group.barrier();
+  return wrong;
 }
 
 }  // namespace kdt::test

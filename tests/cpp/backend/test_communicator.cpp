@@ -19,8 +19,6 @@ KDT_TEST(the_order_of_a_sum_shows) {
   EXPECT(!same_bits(forward, backward));
 }
 
-KDT_TEST(sum_and_norm_in_one_give_the_bits_of_two_ops) { expect_on_ranks({1, 2, 4}, check_fused); }
-
 KDT_TEST(gathers_are_in_rank_order) { expect_on_ranks({1, 2, 4}, check_gathers); }
 
 KDT_TEST(wrong_shapes_are_refused) {
@@ -43,6 +41,8 @@ KDT_TEST(wrong_shapes_are_refused) {
 }
 
 KDT_TEST(many_calls_with_late_ranks) { expect_on_ranks({2, 4}, check_many); }
+
+KDT_TEST(recordings_give_the_bits_of_their_calls) { expect_on_ranks({1, 2, 4}, check_recorded); }
 
 KDT_TEST(a_rank_that_never_comes_ends_the_others) {
   constexpr double kTimeout = 1.5;
@@ -74,6 +74,60 @@ KDT_TEST(a_rank_that_never_comes_ends_the_others) {
       report(__FILE__, __LINE__, join("rank ", rank, " threw '", errors[rank], "'"));
   }
   EXPECT(later_throws);
+}
+
+KDT_TEST(ranks_go_on_when_all_have_recorded) {
+  if (!on_gpu()) return;
+  std::atomic<int> recorded = 0;
+  const std::vector<std::string> errors =
+      run_on(std::vector<std::string>(2, device()), 20, [&](Rank& r) -> std::string {
+        const Buffer x = upload(r.backend, part(r.index, 6, 1), {2, 3});
+        r.backend.synchronize();
+        r.group.barrier();
+        r.communicator.all_reduce(x.tensor);
+        r.backend.synchronize();
+        if (r.index == 1) sleep_ms(200);
+        const auto recording = r.backend.record([&] {
+          r.communicator.all_reduce(x.tensor);
+          ++recorded;
+        });
+        return recorded == 2 ? "" : "went on alone";
+      });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+KDT_TEST(recordings_of_a_group_that_has_ended_are_refused) {
+  if (!on_gpu()) return;
+  const auto thrown = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "nothing was thrown";
+  };
+  std::string reason, of_run, of_record;  // of rank 0
+  run_on(std::vector<std::string>(2, device()), 1.5, [&](Rank& r) -> std::string {
+    const Buffer x = upload(r.backend, part(r.index, 6, 1), {2, 3});
+    const auto sum = [&] { r.communicator.all_reduce(x.tensor); };
+    r.backend.synchronize();
+    r.group.barrier();
+    sum();
+    r.backend.synchronize();
+    const auto recording = r.backend.record(sum);
+    if (r.index == 1) {
+      sleep_ms(4000);
+      return "";
+    }
+    recording->run();
+    reason = thrown([&] { r.backend.synchronize(); });
+    of_run = thrown([&] { recording->run(); });
+    of_record = thrown([&] { r.backend.record(sum); });
+    return "";
+  });
+  EXPECT(holds(reason, "rank 0: the all-reduce did not end within 1.5 s: rank 1 has not come"));
+  EXPECT_EQ(of_run, "the group has ended: " + reason);
+  EXPECT_EQ(of_record, of_run);
 }
 
 KDT_TEST(what_one_rank_says_ends_the_others) {

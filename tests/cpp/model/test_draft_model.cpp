@@ -35,15 +35,13 @@ class Drafter {
   Floats draft(const std::vector<std::array<int32_t, 3>>& sequences, int64_t depth = kBlock - 1) {
     batch_.clear();
     for (const auto& [s, context, root] : sequences) {
-      Ints block(kBlock, static_cast<int32_t>(model_.config().mask_token_id));
-      block[0] = root;
       batch_.begin_sequence(context, Target::blocks(s));
-      batch_.add_chain(block.data(), kBlock, context);
+      model_.add_block(batch_, root, depth, context);
     }
     batch_.upload();
     const Buffer logits =
         output(target_.backend(), {static_cast<int64_t>(sequences.size()) * depth, kVocab});
-    model_.draft(batch_, depth, target_.model(), *cache_, logits.tensor);
+    model_.draft(batch_, target_.model(), *cache_, logits.tensor);
     return download(target_.backend(), logits.tensor);
   }
 
