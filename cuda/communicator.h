@@ -28,8 +28,8 @@ class CudaCommunicator final : public Communicator {
 
   // Throws Error when the group has ended.
   void check_open() const;
-  // Waits for the other ranks' calls of it.
-  void meet() { group_.barrier(); }
+  // Waits for the other ranks to call it.
+  void wait_for_all() { group_.barrier(); }
   // Waits for the back end's stream. Throws Error when the group has ended or a rank does not come.
   void wait_for_stream();
 

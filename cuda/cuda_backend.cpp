@@ -125,14 +125,7 @@ void CudaBackend::synchronize() {
 
 WeightUpload& CudaBackend::upload_of_weights() {
   if (weight_upload_ == nullptr) weight_upload_ = make_weight_upload();
-  filling_ = true;
   return *weight_upload_;
-}
-
-void CudaBackend::wait_for_weights() {
-  if (!filling_) return;
-  KDT_CUDA_CHECK(cudaStreamSynchronize(stream_));
-  filling_ = false;
 }
 
 std::unique_ptr<Backend> make_cuda_backend(int device) {

@@ -98,6 +98,7 @@ class CudaBackend final : public Backend {
   void download(void* to, const Tensor& from) override;
   // Throws Error when a kernel met a value out of range.
   void synchronize() override;
+  bool records() const override { return true; }
   std::unique_ptr<Recording> record(const std::function<void()>& body) override;
   // To be called with memory that an op works in and may replace by other later: a recording of the
   // op goes on with this one.
@@ -152,10 +153,7 @@ class CudaBackend final : public Backend {
                 int64_t x_head_stride, int64_t num_rows, float* out, int64_t out_row_stride,
                 int64_t out_head_stride, float alpha);
 
-  // To fill a weight with.
   WeightUpload& upload_of_weights();
-  // Before weights are used: a kernel may read them before those ahead of it in the stream end.
-  void wait_for_weights();
 
   int device_ = 0, num_multiprocessors_ = 0;
   int64_t shared_bytes_ = 0;  // of a multiprocessor
@@ -165,7 +163,6 @@ class CudaBackend final : public Backend {
   CudaCommunicator* communicator_ = nullptr;
   Workspace workspace_;
   std::vector<std::shared_ptr<void>>* recorded_memory_ = nullptr;  // of the recording being made
-  bool filling_ = false;                                           // weights, perhaps
   std::unique_ptr<WeightUpload> weight_upload_;                    // once a weight was filled
   Fault* fault_ = nullptr;                                         // in the host's memory, mapped
   Fault* device_fault_ = nullptr;                                  // the same, for kernels

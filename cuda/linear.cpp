@@ -144,7 +144,6 @@ void CudaBackend::multiply(const CudaLinear& weight, const float* x, int64_t x_r
               " rows beside one of ", matrix_rows);
   const Strides x_strides{x_row_stride, x_head_stride},
       out_strides{out_row_stride, out_head_stride};
-  wait_for_weights();
   if (weight.is_packed()) {
     multiply_packed(weight, x, x_strides, num_rows, out, out_strides, alpha, workspace_,
                     num_multiprocessors_, stream_);
@@ -156,7 +155,6 @@ void CudaBackend::multiply(const CudaLinear& weight, const float* x, int64_t x_r
 
 void CudaBackend::linear(const Tensor& x, const LinearWeight& weight, const Tensor& out) {
   check_linear(x, weight, out);
-  wait_for_weights();
   const auto& stacked = static_cast<const CudaLinear&>(weight);
   const Strides x_strides{stacked.in_features, 0};
   if (stacked.is_packed()) {

@@ -189,7 +189,6 @@ void CudaBackend::moe_experts(const MoeExpertsArgs& args) {
   const auto& experts = static_cast<const CudaExperts&>(*args.experts);
   const int64_t tokens = args.x.dim(0), top_k = args.ids.dim(1);
   if (tokens * top_k == 0) return;
-  wait_for_weights();
   const int64_t of_slot = 4 * (experts.hidden_size + 3 * experts.intermediate_size);
   const int64_t step = std::max<int64_t>(1, (int64_t{1} << 28) / (top_k * of_slot));
   for (int64_t begin = 0; begin < tokens; begin += step) {

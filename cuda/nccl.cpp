@@ -207,6 +207,7 @@ void NcclRanks::all_reduce(float* x, int64_t count) {
   const int64_t needed = std::max(range, rest) * size * 4;
   if (needed > parts_bytes_) {
     parts_.reset();
+    parts_bytes_ = 0;
     parts_ = backend_.stream_memory(needed);
     parts_bytes_ = needed;
   }

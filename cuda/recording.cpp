@@ -59,7 +59,7 @@ std::unique_ptr<Recording> CudaBackend::record(const std::function<void()>& body
   // All this may wait for the device, where a rank that is ahead would wait for this one.
   recording->prepare();
   synchronize();
-  if (communicator_ != nullptr) communicator_->meet();
+  if (communicator_ != nullptr) communicator_->wait_for_all();
   return recording;
 }
 

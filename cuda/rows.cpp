@@ -2,7 +2,7 @@
 #include "kernels/rows.h"
 
 #include <algorithm>
-#include <vector>
+#include <initializer_list>
 
 #include "backend/checks.h"
 #include "cuda_backend.h"
@@ -11,7 +11,7 @@ namespace kdt::cuda {
 namespace {
 
 // Whether rows of n f32 values can be moved 16 bytes at a time.
-bool in_quads(int64_t n, const std::vector<Tensor>& tensors) {
+bool in_quads(int64_t n, std::initializer_list<Tensor> tensors) {
   return n % 4 == 0 && std::ranges::all_of(tensors, [](const Tensor& t) {
            return reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0;
          });

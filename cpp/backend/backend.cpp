@@ -1,8 +1,6 @@
 #include "backend/backend.h"
 
 namespace kdt {
-
-std::unique_ptr<Recording> Backend::record(const std::function<void()>&) { return nullptr; }
 namespace {
 
 MatrixShape shape_of(const HostMatrix& matrix) {
@@ -10,6 +8,10 @@ MatrixShape shape_of(const HostMatrix& matrix) {
 }
 
 }  // namespace
+
+std::unique_ptr<Recording> Backend::record(const std::function<void()>&) {
+  throw Error(join(info().device, ": nothing is recorded here"));
+}
 
 std::unique_ptr<LinearWeight> Backend::prepare_linear(const std::vector<HostMatrix>& stacked) {
   std::vector<MatrixShape> shapes;

@@ -115,7 +115,7 @@ struct SequenceRows {
 
 struct RmsNormArgs {
   Tensor x;       // [T, columns]; normalised are the weight's numel() columns from `column` on
-  Tensor weight;  // [n] f32
+  Tensor weight;  // [n] f32, as uploaded: no op writes it
   Tensor out;     // [T, n]
   float eps = 0;
   int64_t column = 0;
@@ -333,11 +333,12 @@ class Backend {
   virtual void upload(const Tensor& to, const void* from) = 0;
   virtual void download(void* to, const Tensor& from) = 0;
   virtual void synchronize() = 0;
+  // Whether record() is worth its while here.
+  virtual bool records() const { return false; }
   // The ops, also the communicator's, that `body` calls, to run later and as often as wanted for
-  // less than their calls cost; nothing runs now. They have run with these arguments before. Null
-  // where calls cost little: then `body` was not called. Throws Error when `body` moves values
-  // between host and device or waits for them. All ranks of a communicator call it; they go on when
-  // all have recorded.
+  // less than their calls cost; nothing runs now. They have run with these arguments before. Throws
+  // Error when `body` moves values between host and device or waits for them. All ranks of a
+  // communicator call it; they go on when all have recorded.
   virtual std::unique_ptr<Recording> record(const std::function<void()>& body);
   // A weight without values. The matrices lie one under another in the result; all of one dtype
   // and in_features.
@@ -363,7 +364,7 @@ class Backend {
   // Rows.
   virtual void embed(const EmbedArgs& args) = 0;
   virtual void rms_norm(const RmsNormArgs& args) = 0;
-  // residual += delta, then out = RMSNorm(residual) * weight. All [T, H].
+  // residual += delta, then out = RMSNorm(residual) * weight. All [T, H]; no op writes the weight.
   virtual void add_rms_norm(const Tensor& residual, const Tensor& delta, const Tensor& weight,
                             float eps, const Tensor& out) = 0;
   // gate_up [T, 2 I] -> out [T, I] = silu(gate) * up

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMaxRows = kMaxTreeBudget + 1;
 constexpr int64_t kChunk = 256;      // rows of a pass that fills the cache
 constexpr int64_t kCacheBlock = 64;  // positions
-constexpr int kWarmUps = 2, kRuns = 9;
+constexpr int kWarmUps = RecordedPasses::kRuns + 1, kRuns = 9;
 constexpr int kSums = 32;  // in a row
 
 // Another's sums while `on`; else each rank goes on with its own part.
@@ -162,7 +162,7 @@ class RankRun {
 
   double pass_us() {
     const Clock clock;
-    passes_->run({batch_->num_rows(), sums_.on}, [&] {
+    passes_->run({batch_->num_rows(), sums_.on ? 1 : 0}, [&] {
       const int64_t before = sums_.calls;
       model_.forward(*batch_, *cache_);
       calls_of_pass_ = sums_.calls - before;

@@ -47,9 +47,10 @@ Checkpoints::Checkpoints(const EngineOptions& options, int num_ranks)
     return read_text_file(folder + "/config.json", kMaxConfigBytes);
   };
   const auto make = [](const std::string& name, SynthSource::Part part) {
-    uint64_t seed = 0;
-    const SynthModel model = make_synth_model(parse_synth_name(name, seed));
-    return std::pair(model, std::make_unique<SynthSource>(model, part, seed));
+    const SynthOptions options = parse_synth_name(name);
+    const SynthModel model = make_synth_model(options);
+    return std::pair(
+        model, std::make_unique<SynthSource>(model, part, static_cast<uint64_t>(options.seed)));
   };
   if (is_synth_name(options.model)) {
     auto [model, made] = make(options.model, SynthSource::Part::kTarget);

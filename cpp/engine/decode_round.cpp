@@ -83,8 +83,8 @@ void Engine::draft_trees(const std::vector<Request*>& requests, std::vector<Step
   draft_batch_->clear();
   for (const size_t i : drafting) {
     const Request& request = *requests[i];
-    draft_batch_->begin_sequence(request.num_context, block_table(request.slot));
-    draft_->add_block(*draft_batch_, request.token_ids.back(), depth, request.num_context);
+    draft_->add_block(*draft_batch_, request.num_context, block_table(request.slot),
+                      request.token_ids.back(), depth);
   }
   const bool typical = draft();
   backend_->synchronize();
@@ -274,11 +274,8 @@ void Engine::extend_context(Request& request) {
     context_batch_->begin_sequence(request.num_context, block_table(request.slot));
     context_batch_->add_chain(tokens.data(), count, request.num_context);
     context_batch_->upload();
-    passes_->run({kExtend, count, request.slot, begin}, [&] {
-      draft_->extend_context(*context_batch_,
-                             pending_features_[request.slot].tensor.rows(begin, count),
-                             *draft_cache_);
-    });
+    draft_->extend_context(
+        *context_batch_, pending_features_[request.slot].tensor.rows(begin, count), *draft_cache_);
     request.num_context += count;
   }
   request.num_pending = 0;
@@ -291,7 +288,7 @@ void Engine::measure_costs() {
   constexpr int kSweeps = 6;
   constexpr double kEnoughMs = 300;  // a busy machine gets fewer sweeps
   const int64_t context = std::min<int64_t>(256, max_model_len_ / 2);
-  const int warm_ups = passes_->active() ? 2 : 1;
+  const int warm_ups = passes_->active() ? RecordedPasses::kRuns + 1 : 1;
   const auto timed = [&](const auto& body) {
     const Clock pass;
     body();
@@ -324,8 +321,7 @@ void Engine::measure_costs() {
       if (sweep >= warm_ups) best = std::min(best, ms);
     }
     draft_batch_->clear();
-    draft_batch_->begin_sequence(context, block_table(spare_slot()));
-    draft_->add_block(*draft_batch_, 0, depth, context);
+    draft_->add_block(*draft_batch_, context, block_table(spare_slot()), 0, depth);
     const double ms = timed([&] { draft(); });
     if (sweep >= warm_ups) draft_ms = std::min(draft_ms, ms);
   }

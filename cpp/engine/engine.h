@@ -98,16 +98,17 @@ class Engine {
   void keep_features(Request& request, const std::vector<int32_t>& rows);
   void extend_context(Request& request);
   // Uploads draft_batch_ and runs the drafter over it, with logits [its chosen rows].
+  // Returns what RecordedPasses::run does.
   bool draft();
   void measure_costs();
   // Rank 0's.
   double agreed(double ms);
   // The passes that are recorded.
-  enum Pass : uint8_t { kForward, kVerify, kDraft, kExtend };
+  enum Pass : uint8_t { kForward, kVerify, kDraft };
 
   // Uploads batch_ and runs the target over it.
   void forward();
-  // And chooses each row's next token; for these two see RecordedPasses::run.
+  // As forward(), and chooses each row's next token. Returns what RecordedPasses::run does.
   bool forward_and_choose();
   // The target's next tokens after the pass's rows [begin, begin + count): chooses them on the back
   // end, then fetches them.

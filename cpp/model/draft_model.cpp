@@ -99,12 +99,14 @@ void DraftModel::extend_context(const RowBatch& batch, const Tensor& features, K
   }
 }
 
-void DraftModel::add_block(RowBatch& batch, int32_t root, int64_t depth,
-                           int64_t num_context) const {
+void DraftModel::add_block(RowBatch& batch, int64_t num_context,
+                           const std::vector<int32_t>& block_table, int32_t root,
+                           int64_t depth) const {
   KDT_CHECK(depth >= 1 && depth < config_.block_size, "draft: depth ", depth, " of a block of ",
             config_.block_size);
   std::vector<int32_t> block(config_.block_size, static_cast<int32_t>(config_.mask_token_id));
   block[0] = root;
+  batch.begin_sequence(num_context, block_table);
   // Every row of a block but the first predicts a token.
   for (int64_t row = 1; row <= depth; ++row) batch.choose_row(batch.num_rows() + row);
   batch.add_chain(block.data(), config_.block_size, num_context);

@@ -30,10 +30,11 @@ class DraftModel {
   // `batch` holds the rows' positions and, as prefix_len, how many rows are cached before them.
   void extend_context(const RowBatch& batch, const Tensor& features, KvCache& cache);
 
-  // Adds a block behind `num_context` cached rows to the batch's current sequence: block_size rows,
-  // the root's token, then mask tokens. Chosen are its rows for the `depth` positions past the
-  // root; depth is 1 to block_size - 1.
-  void add_block(RowBatch& batch, int32_t root, int64_t depth, int64_t num_context) const;
+  // Adds a sequence to the batch, a block behind `num_context` cached rows: block_size rows, the
+  // root's token, then mask tokens. Chosen are its rows for the `depth` positions past the root;
+  // depth is 1 to block_size - 1.
+  void add_block(RowBatch& batch, int64_t num_context, const std::vector<int32_t>& block_table,
+                 int32_t root, int64_t depth) const;
   // Runs blocks over the cached context. logits [chosen rows, target's vocab_local()].
   void draft(const RowBatch& batch, TargetModel& target, KvCache& cache, const Tensor& logits);
 

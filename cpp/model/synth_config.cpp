@@ -316,7 +316,7 @@ constexpr const char* kSynthPrefix = "synth:";
 
 bool is_synth_name(const std::string& model) { return model.starts_with(kSynthPrefix); }
 
-SynthOptions parse_synth_name(const std::string& model, uint64_t& seed) {
+SynthOptions parse_synth_name(const std::string& model) {
   std::istringstream parts(model.substr(std::strlen(kSynthPrefix)));
   SynthOptions options;
   std::getline(parts, options.like, ',');
@@ -329,7 +329,6 @@ SynthOptions parse_synth_name(const std::string& model, uint64_t& seed) {
                        "'; want a name, '=' and a number");
     options.number(part.substr(0, equals)) = std::stoll(value);
   }
-  seed = static_cast<uint64_t>(options.seed);
   return options;
 }
 

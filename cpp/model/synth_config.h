@@ -39,6 +39,6 @@ SynthModel make_synth_model(const SynthOptions& options);
 // "synth:tiny,layers=3,seed=1" with any of SynthOptions' numbers.
 bool is_synth_name(const std::string& model);
 // Throws std::invalid_argument naming what is wrong in it.
-SynthOptions parse_synth_name(const std::string& model, uint64_t& seed);
+SynthOptions parse_synth_name(const std::string& model);
 
 }  // namespace kdt

@@ -74,7 +74,7 @@ template <typename Format, typename Source, int kStripes, int kTiles>
 __global__ void __launch_bounds__(kStreamThreads, kBlocks<Format, kTiles>)
     linear_kernel(const LinearParams p) {
   stream_products<Format, kStripes, kTiles>(LinearJob<Source, kStripes, kTiles>(p),
-                                            {p.weights, p.num_chunks, p.k_warps, true});
+                                            {p.weights, p.num_chunks, p.k_warps});
 }
 
 int64_t num_units(const LinearParams& p, int stripes, int tiles) {

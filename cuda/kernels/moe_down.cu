@@ -20,7 +20,7 @@ template <typename Format, int kTiles>
 __global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
     down_kernel(const MoeProductParams p) {
   stream_products<Format, kExpertStripes, kTiles>(DownJob<kTiles>(p),
-                                                  {p.weights, p.num_chunks, p.k_warps, true});
+                                                  {p.weights, p.num_chunks, p.k_warps});
 }
 
 template <typename Format>

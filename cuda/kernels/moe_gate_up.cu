@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kStreamThreads, kExpertBlocks<kTiles>)
     gate_up_kernel(const MoeProductParams p) {
   follow_previous_kernel();  // which may have listed the tiles
   stream_products<Format, kExpertStripes, kTiles>(GateUpJob<kTiles, Source>(p),
-                                                  {p.weights, p.num_chunks, p.k_warps, false});
+                                                  {p.weights, p.num_chunks, p.k_warps});
 }
 
 template <typename Format, int kTiles>

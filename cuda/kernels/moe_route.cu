@@ -11,14 +11,12 @@ namespace {
 constexpr int kWarp = 32, kMostWarps = 16;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-__device__ float excluded() { return minus_infinity(); }
-
 // Leaves the experts of the topk_group best groups, by the sum of a group's two best biased scores.
 __device__ void exclude_groups(const MoeRouteParams& p, float* biased, float* group_score,
                                int lane) {
   const int64_t size = p.num_experts / p.n_group;
   for (int64_t g = lane; g < p.n_group; g += kWarp) {
-    float best = excluded(), second = excluded();
+    float best = minus_infinity(), second = minus_infinity();
     for (int64_t e = g * size; e < (g + 1) * size; ++e) {
       if (biased[e] > best) {
         second = best;
@@ -37,7 +35,7 @@ __device__ void exclude_groups(const MoeRouteParams& p, float* biased, float* gr
                 (group_score[other] == group_score[g] && other < g);
     }
     if (better >= p.topk_group) {
-      for (int64_t e = g * size; e < (g + 1) * size; ++e) biased[e] = excluded();
+      for (int64_t e = g * size; e < (g + 1) * size; ++e) biased[e] = minus_infinity();
     }
   }
   __syncwarp();
@@ -50,8 +48,7 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
   const int kept = static_cast<int>(min(p.top_k, static_cast<int64_t>(kWarp)));
   const auto candidates = static_cast<int>(groups * kept);
   auto* keys = reinterpret_cast<uint64_t*>(shared_memory());   // [groups, kept]; 0: no expert
-  auto* scores = reinterpret_cast<float*>(keys + candidates);  // [num_experts]
-  float* biased = scores + p.num_experts;                      // [num_experts]
+  auto* biased = reinterpret_cast<float*>(keys + candidates);  // [num_experts] scores
   float* group_score = biased + p.num_experts;                 // [n_group]
   float* chosen = group_score + p.n_group;                     // [top_k]
   auto* ids = reinterpret_cast<int32_t*>(chosen + p.top_k);    // [top_k]
@@ -59,12 +56,13 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
   const int64_t row = blockIdx.x;
   const auto threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarp;
+  const auto score_of = [&](int64_t e) {
+    return 1.0f / (1.0f + expf(-p.logits[row * p.num_experts + e]));
+  };
   for (int64_t e = thread; e < p.num_experts; e += threads) {
-    const float score = 1.0f / (1.0f + expf(-p.logits[row * p.num_experts + e]));
-    scores[e] = score;
     // What is no number ranks behind every other.
-    const float sum = score + p.bias[e];
-    biased[e] = isnan(sum) ? excluded() : sum;
+    const float sum = score_of(e) + p.bias[e];
+    biased[e] = isnan(sum) ? minus_infinity() : sum;
   }
   for (int64_t k = thread; k < p.top_k; k += threads) {
     chosen[k] = 0;  // without a number left, the id stays invalid and adds nothing
@@ -78,7 +76,7 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
 
   for (int64_t group = thread / kWarp; group < groups; group += threads / kWarp) {
     const int64_t e = group * kWarp + lane;
-    const bool exists = e < p.num_experts && biased[e] != excluded();
+    const bool exists = e < p.num_experts && biased[e] != minus_infinity();
     const uint64_t key = exists ? key_of(ordered(biased[e]), e) : 0;
     int rank = 0;
     for (int other = 0; other < kWarp; ++other) rank += __shfl_sync(kAll, key, other) > key;
@@ -93,7 +91,7 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
     for (int other = 0; other < candidates; ++other) rank += keys[other] > key;
     if (key == 0 || rank >= p.top_k) continue;
     ids[rank] = position_of(key);
-    chosen[rank] = scores[position_of(key)];
+    chosen[rank] = score_of(position_of(key));
   }
   __syncthreads();
   float sum = 0;
@@ -111,7 +109,9 @@ __global__ void moe_route_kernel(const MoeRouteParams p) {
 void launch_moe_route(const MoeRouteParams& params, cudaStream_t stream) {
   const int64_t groups = ceil_div(params.num_experts, kWarp);
   const int64_t shared = 8 * groups * std::min<int64_t>(params.top_k, kWarp) +
-                         4 * (2 * params.num_experts + params.n_group + 2 * params.top_k);
+                         4 * (params.num_experts + params.n_group + 2 * params.top_k);
+  KDT_CHECK(shared <= kMaxSharedBytes, "moe_route: ", params.num_experts, " experts in ",
+            params.n_group, " groups are more than a block can rank");
   const auto threads = static_cast<int>(std::min<int64_t>(groups, kMostWarps) * kWarp);
   launch<moe_route_kernel>(dim3(static_cast<unsigned>(params.num_rows)), threads, shared, stream,
                            params, /*early=*/true);

@@ -21,7 +21,6 @@ struct StreamParams {
   const unsigned char* weights;  // panels
   int32_t num_chunks;            // of a stripe, at least k_warps
   int32_t k_warps;               // 1, 2, 4 or 8
-  bool early;  // started while the kernel before still runs, which makes the activations
 };
 
 // Work of a launch: `count` units, unit `index` being (index / num_inner, index % num_inner). A
@@ -150,10 +149,7 @@ __device__ void stream_products(const Job& job, const StreamParams& p) {
 #pragma unroll 1
   for (int i = 0; i + 1 < Layout::kStages; ++i) producer.advance(i * Layout::kStageBytes);
   // Weights and the list of units are there; activations may come from the kernel before.
-  if (p.early) {
-    wait_for_previous_kernel();
-    start_next_kernel();
-  }
+  follow_previous_kernel();
 
   // A lane without a row reads row 0: its products stay in columns that are not stored, and a load
   // without a branch can be waited for where its value is used.

@@ -6,32 +6,27 @@
 namespace kdt::test {
 namespace {
 
-// Ten sums in a graph, replayed with other inputs, with ranks late at random.
+// Ten sums in a recording, run with other inputs, with ranks late at random.
 std::string check_graph(Rank& r) {
   constexpr int kCalls = 10;
   const int replays = large_cases() ? 100 : 10;
   constexpr int64_t kWidth = 7168;
   const int64_t rows[kCalls] = {1, 2, 3, 8, 16, 1, 65, 1, 5, 33};
-  const cudaStream_t stream = dynamic_cast<cuda::CudaBackend&>(r.backend).stream();
   std::vector<Buffer> x;
   for (const int64_t n : rows) x.push_back(output(r.backend, {n, kWidth}));
   const Buffer busy = output(r.backend, {4096, 1024});
   r.backend.synchronize();
-  cudaGraph_t graph = nullptr;
-  KDT_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (const Buffer& buffer : x) r.communicator.all_reduce(buffer.tensor);
-  KDT_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-  cudaGraphExec_t executable = nullptr;
-  KDT_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  r.group.barrier();
+  const auto recording = r.backend.record([&] {
+    for (const Buffer& buffer : x) r.communicator.all_reduce(buffer.tensor);
+  });
   Random random(r.index);
   std::string wrong;
   for (int replay = 0; replay < replays && wrong.empty(); ++replay) {
     for (int i = 0; i < kCalls; ++i)
       r.backend.upload(x[i].tensor, part(r.index, rows[i] * kWidth, replay * 16 + i).data());
     delay(r, random, busy.tensor);
-    KDT_CUDA_CHECK(cudaGraphLaunch(executable, stream));
-    // A sum outside of the graph takes the same numbers of calls.
+    recording->run();
+    // A sum outside of it takes the same numbers of calls.
     const Buffer plain = upload(r.backend, part(r.index, 77, replay), {77});
     r.communicator.all_reduce(plain.tensor);
     for (int i = 0; i < kCalls && wrong.empty(); ++i) {
@@ -42,10 +37,8 @@ std::string check_graph(Rank& r) {
     if (!same_bits(download(r.backend, plain.tensor), ordered_sum(r.size, 77, replay)))
       wrong = join("rank ", r.index, ": the sum after replay ", replay);
   }
-  // Destroying a graph may wait for the device, where another rank may wait for this one.
+  // To end a recording may wait for the device, where another rank may wait for this one.
   r.group.barrier();
-  static_cast<void>(cudaGraphExecDestroy(executable));
-  static_cast<void>(cudaGraphDestroy(graph));
   return wrong;
 }
 

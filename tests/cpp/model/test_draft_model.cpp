@@ -35,8 +35,7 @@ class Drafter {
   Floats draft(const std::vector<std::array<int32_t, 3>>& sequences, int64_t depth = kBlock - 1) {
     batch_.clear();
     for (const auto& [s, context, root] : sequences) {
-      batch_.begin_sequence(context, Target::blocks(s));
-      model_.add_block(batch_, root, depth, context);
+      model_.add_block(batch_, context, Target::blocks(s), root, depth);
     }
     batch_.upload();
     const Buffer logits =
