@@ -58,9 +58,9 @@ bool can_start_early() {
 #endif
 
 // Nothing is started for an empty grid. `early`: the kernel may start while the one before it in
-// the stream still runs (on sm_90 and newer). Such a kernel calls wait_for_previous_kernel before it
-// touches what that one touches, and only then start_next_kernel: whoever starts early so knows that
-// all before its predecessor have ended, and may read what they wrote.
+// the stream still runs (on sm_90 and newer). Such a kernel calls wait_for_previous_kernel before
+// it touches what that one touches, and only then start_next_kernel: whoever starts early so knows
+// that all before its predecessor have ended, and may read what they wrote.
 template <auto kKernel, typename Params>
 void launch(dim3 grid, int num_threads, int64_t shared_bytes, cudaStream_t stream,
             const Params& params, bool early = false) {

@@ -50,9 +50,10 @@ sanitized() {
 sanitize_all() {
   export -f sanitized
   # Toy sizes, because a check costs a hundredfold; several programs share the card. Of the communicator one family: the
-  # tools run kernels of one device one by one, and ranks that wait for each other there come late.
+  # tools run kernels of one device one by one, and ranks that wait for each other there come late. By push alone:
+  # synccheck reports kernels of NCCL.
   printf '%s\n' {memcheck,racecheck,synccheck}\ {rows,tree,choice,vocabulary_parts,linear,fill,moe,attention,mla_attention,recording,target_model,draft_model,communicator:late} |
-    KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDT_TINY_MODEL="$build/tiny_models" OUT="$out" BUILD="$build" \
+    KDT_LARGE_CASES=0 KDT_TEST_DEVICE=cuda KDTREE_ALL_REDUCE=push KDT_TINY_MODEL="$build/tiny_models" OUT="$out" BUILD="$build" \
       xargs -P 6 -n 2 bash -c 'sanitized "$@"' _
 }
 if [ $sanitize = 1 ]; then check "compute-sanitizer" sanitize_all; fi
