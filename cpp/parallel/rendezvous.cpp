@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "core/error.h"
@@ -26,7 +27,7 @@ constexpr char kMagic[8] = {'K', 'D', 'T', 'G', 'R', 'O', 'U', 'P'};
 constexpr uint32_t kVersion = 1;
 constexpr double kHelloSeconds = 5;  // for a stranger who says nothing
 constexpr size_t kMostStrangers = 64;
-constexpr size_t kMostRefused = 4;  // that are told of
+constexpr size_t kMostOthers = 1000;  // refused ones of no number of the group that are counted
 // For an answer of process 0 beyond the time-out, which is to name those who are missing.
 constexpr double kGraceSeconds = 2;
 
@@ -176,8 +177,10 @@ class Listener {
 
   std::string refusals() const {
     std::string text;
-    for (const auto& [name, reason] : refused_) text += join("; ", name, " was refused: ", reason);
-    return text;
+    for (const auto& [process, refusal] : refused_) text += "; " + refusal;
+    if (others_.empty()) return text;
+    return text.empty() ? join("; refused of other numbers: ", others_.size())
+                        : join(text, "; and ", others_.size(), " more");
   }
 
   void give_up() {
@@ -251,13 +254,16 @@ class Listener {
   void judge(Stranger& stranger) {
     const Hello& hello = stranger.hello;
     const Hello mine = hello_of(launch_, ranks_each_);
-    const std::string name =
-        join("process ", hello.process, " (", get(hello.host), ":", hello.pid, ")");
     // "It" is the process that is refused, which is told so too.
     const auto refuse = [&](Code code, const std::string& reason) {
       reply(stranger.fd.get(), code, reason);
       stranger.fd.close();
-      if (refused_.contains(name) || refused_.size() < kMostRefused) refused_[name] = reason;
+      if (hello.process > 0 && hello.process < mine.world_size) {
+        refused_[hello.process] = join("process ", hello.process, " (", get(hello.host), ":",
+                                       hello.pid, ") was refused: ", reason);
+      } else if (others_.size() < kMostOthers) {
+        others_.insert(hello.process);
+      }
     };
     if (hello.version != kVersion) {
       refuse(kRefused, join("the group speaks version ", kVersion, " of the protocol, it speaks ",
@@ -277,7 +283,7 @@ class Listener {
       refuse(kNotNow, join(members_[hello.process].name, " is already there"));
     } else {
       reply(stranger.fd.get(), kWelcome, "");
-      refused_.erase(name);
+      refused_.erase(hello.process);
       members_[hello.process] = {std::move(stranger.fd), member_name(hello.process, ranks_each_,
                                                                      get(hello.host), hello.pid)};
     }
@@ -290,7 +296,10 @@ class Listener {
   std::vector<Fd> listeners_;
   std::vector<Stranger> strangers_;
   std::vector<Member> members_;
-  std::map<std::string, std::string> refused_;  // processes, and why
+  // By number, which a process keeps when it is started again: the last refusal of each of the
+  // group, and the others' numbers.
+  std::map<uint32_t, std::string> refused_;
+  std::set<uint32_t> others_;
 };
 
 // Why there is no connection yet. A refusal tells more than a port where nobody answers.

@@ -125,9 +125,11 @@ def waiting_told() -> Iterator[None]:
         told = ""
         while not done.wait(SLOW_START_S):
             missing = _core.missing_ranks()
-            if missing and missing != told:
+            # Two refused processes of one number, which try on, are told of by turns.
+            news = re.sub(r" \([^()]*:\d+\)", "", missing)
+            if news and news != told:
                 print(common.printable(f"waiting for {missing}"), file=sys.stderr)
-            told = missing or told
+            told = news or told
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import kdtree_engine
-from kdtree_engine import synth
+from kdtree_engine import cli_load, synth
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "op_linear"):
@@ -127,6 +128,26 @@ def test_it_is_said_who_is_waited_for(start: Start, expected: list[int]) -> None
     status, out, err = finish(first)
     assert (status, err) == (0, "") and json.loads(out)["token_ids"] == expected
     assert finish(second)[::2] == (0, "")
+
+
+def test_refused_processes_that_try_on_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = [f"rank 2 of 3; process 1 (node{i}:{i}) was refused: late" for i in (1, 2, 1)]
+    waits.append(waits[0] + "; and 1 more")
+    asked, all_asked = iter(waits), threading.Event()
+
+    def missing_ranks() -> str:
+        if now := next(asked, ""):
+            return now
+        all_asked.set()
+        return ""
+
+    monkeypatch.setattr(_core, "missing_ranks", missing_ranks)
+    monkeypatch.setattr(cli_load, "SLOW_START_S", 0.01)
+    with cli_load.waiting_told():
+        assert all_asked.wait(20)
+    assert capsys.readouterr().err.splitlines() == [f"waiting for {waits[i]}" for i in (0, 3)]
 
 
 def test_the_time_to_wait_is_an_option(start: Start) -> None:

@@ -205,10 +205,10 @@ void put(std::string& to, uint64_t value, int bytes) {
 }
 
 // What process `process` of 3 with one rank says first.
-std::string hello(int process, int port, uint32_t version) {
+std::string hello(int process, int port, uint32_t version, uint32_t pid = 4711) {
   std::string text = "KDTGROUP";
   for (uint32_t word :
-       {version, 3u, static_cast<uint32_t>(process), 1u, static_cast<uint32_t>(port), 4711u}) {
+       {version, 3u, static_cast<uint32_t>(process), 1u, static_cast<uint32_t>(port), pid}) {
     put(text, word, 4);
   }
   std::string host = "evil\n\x1b[2J";
@@ -227,6 +227,42 @@ std::string hear(int fd, size_t bytes) {
   const ssize_t got = recv(fd, text.data(), bytes, MSG_WAITALL);
   text.resize(got < 0 ? 0 : got);
   return text;
+}
+
+KDT_TEST(rank_0_tells_of_the_last_refusal_of_each_process) {
+  const int port = next_master_port();
+  Processes processes(1, [&](int rank) { return join_and_meet(launch_of(rank, 3, port), 2); });
+  const auto come = [&](int process, uint32_t version, uint32_t pid) {
+    const int fd = dial(port + 1);
+    say(fd, hello(process, port, version, pid));
+    EXPECT_EQ(hear(fd, 16 + 512).size(), size_t{16 + 512});
+    close(fd);
+  };
+  for (uint32_t i = 1; i <= 5; ++i) come(1, 10 + i, i);  // is started again and again
+  for (uint32_t i = 1; i <= 2; ++i) come(3, 1, i);
+  come(0, 1, 1);
+  come(1 << 30, 7, 1);
+  come(2, 9, 1);
+  const std::string spoken =
+      ") was refused: the group speaks version 1 of the protocol, it speaks ";
+  EXPECT_EQ(processes.result(0), join("threw: ranks 1, 2 of 3 did not come to 127.0.0.1, port ",
+                                      port + 1, ", within 2 s; process 1 (evil??[2J:5", spoken,
+                                      "15; process 2 (evil??[2J:1", spoken, "9; and 3 more"));
+}
+
+KDT_TEST(rank_0_forgets_the_refusal_of_a_process_that_comes_right) {
+  const int port = next_master_port();
+  Processes processes(1, [&](int rank) { return join_and_meet(launch_of(rank, 3, port), 1); });
+  const int wrong = dial(port + 1), stranger = dial(port + 1), right = dial(port + 1);
+  say(wrong, hello(2, port, 9, 1));
+  say(stranger, hello(3, port, 1));
+  for (const int fd : {wrong, stranger}) EXPECT_EQ(hear(fd, 16 + 512).size(), size_t{16 + 512});
+  say(right, hello(2, port, 1, 2));
+  const std::string told = join("rank 1 of 3 did not come to 127.0.0.1, port ", port + 1,
+                                ", within 1 s; refused of other numbers: 1");
+  EXPECT(holds(hear(right, 16 + 2 * 512), told));
+  EXPECT_EQ(processes.result(0), "threw: " + told);
+  for (const int fd : {wrong, stranger, right}) close(fd);
 }
 
 KDT_TEST(strangers_do_not_disturb) {
