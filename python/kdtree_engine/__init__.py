@@ -5,10 +5,10 @@
 computation in numpy.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from kdtree_engine.llm import LLM
     from kdtree_engine.outputs import (
         ChatChunk,
@@ -35,11 +35,6 @@ __all__ = [
     "__version__",
 ]
 
-try:
-    __version__ = version("kdtree-engine")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"
-
 _MODULE_OF = {
     "LLM": "llm",
     "BrokenCall": "tool_calls",
@@ -56,8 +51,19 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use: kdtr and reference then need no compiled module."""
+    if name == "__version__":
+        return _version()
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kdtree-engine")
+    except PackageNotFoundError:  # run from a source tree
+        return "0+unknown"

@@ -259,5 +259,15 @@ def tree(
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command; ends the process with its status."""
+
+    def run() -> None:
+        try:
+            app(args=argv, prog_name="kdtree")
+        except SystemExit as end:
+            # So typer ends, without a word, when it is interrupted while it reads the options.
+            if end.code == 130 and isinstance(end.__context__, typer.Exit):
+                raise KeyboardInterrupt from None
+            raise
+
     common.prepare_streams()
-    common.errors_in_one_line(lambda: app(args=argv, prog_name="kdtree"))()
+    common.errors_in_one_line(run)()

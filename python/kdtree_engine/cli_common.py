@@ -74,8 +74,13 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt in the model'
 _OPTION_NAMES = re.compile(
     r"^(?:speculative_config: )?"
     r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device|"
-    r"tensor_parallel_size|expert_parallel|rank_timeout|gpu_memory|overhead|max_num_seqs|verify|out)"
-    r"(?= (?:is|must|has) )"
+    r"tensor_parallel_size|expert_parallel|rank_timeout|gpu_memory|overhead|max_num_seqs|verify|out|"
+    r"only)(?= (?:is|must|has) )"
+)
+# The same further on in a message, but not inside a path or a quotation.
+_NAMES_INSIDE = re.compile(
+    r"(?<![\w./'-])(max_model_len|max_num_seqs|gpu_memory|tree_budget|expert_parallel|"
+    r"tensor_parallel_size|(?:(?<=and )|(?<=lower ))overhead)(?![\w/'-]|\.\w)"
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
 # What a terminal shows that cannot show these.
@@ -134,7 +139,16 @@ def _one_line(error: BaseException) -> tuple[str, int]:
     named = _OPTION_NAMES.match(text)
     if named is None or not isinstance(error, ValueError):
         return text, 1
-    return f"--{named[1].replace('_', '-')}{text[named.end() :]}", 2
+    return f"--{named[1].replace('_', '-')}{with_option_names(text[named.end() :])}", 2
+
+
+def with_option_names(text: str) -> str:
+    """A message in words of the command line: max_model_len is --max-model-len."""
+
+    def option(name: re.Match[str]) -> str:
+        return "--tp" if name[0] == "tensor_parallel_size" else f"--{name[0].replace('_', '-')}"
+
+    return _NAMES_INSIDE.sub(option, text)
 
 
 def errors_in_one_line(command: Command) -> Command:

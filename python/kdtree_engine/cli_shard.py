@@ -44,13 +44,12 @@ def shard(
       kdtree inspect ~/models/Kimi-K2.6-tp8 --verify
     """
     from kdtree_engine import _core
-    from kdtree_engine.inspect_files import is_cache
     from kdtree_engine.locations import find_drafter
 
     if out is None:
         raise common.OptionError("--out is missing: name the folder to write")
     common.check_checkpoint("MODEL", model)
-    if is_cache(model):
+    if (model / "kdtree_shards.json").exists():
         raise common.OptionError(f"MODEL is {model}, which is a pre-sharded cache already")
     if draft_model is not None:
         common.check_checkpoint("--draft-model", draft_model)

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree_engine import kdtr
-from kdtree_engine.inspect_plan import print_plan, with_option_names
+from kdtree_engine.cli_common import with_option_names
+from kdtree_engine.inspect_plan import print_plan
 
 
 def inspect_path(
@@ -84,17 +85,23 @@ def _inspect_folder(
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
-    checked: dict[str, Any] = {"verify": True, "progress": progress} if verify else {}
-    reports: dict[str, Any] = {"model": _core.inspect_checkpoint(str(folder), **checked)}
+    reports: dict[str, Any] = {"model": _core.inspect_checkpoint(str(folder))}
     if drafter is None and (folder / "drafter").is_dir():
         drafter = folder / "drafter"
     if drafter is not None:
         try:
-            # A cache may have a checkpoint for a drafter.
-            checked = checked if "cache" in reports["model"] and is_cache(drafter) else {}
-            reports["drafter"] = _core.inspect_checkpoint(str(drafter), **checked)
+            reports["drafter"] = _core.inspect_checkpoint(str(drafter))
         except RuntimeError as error:  # no readable config.json: what keeps the model from loading
             reports["drafter"] = {"faults": [str(error)]}
+    if verify:
+        # A cache may have a checkpoint for a drafter.
+        places = {"model": folder}
+        if drafter is not None and "cache" in reports["drafter"]:
+            places["drafter"] = drafter
+        sizes = [sum(reports[part].get("cache", {}).get("rank_bytes", [])) for part in places]
+        for at, (part, place) in enumerate(places.items()):
+            told = progress and _of_all(progress, sum(sizes[:at]), sum(sizes[at + 1 :]))
+            reports[part] = _core.inspect_checkpoint(str(place), verify=True, progress=told)
     faults = [f"{part}: {fault}" for part, r in reports.items() for fault in r.get("faults", [])]
     planned: dict[str, Any] | None = None
     if plan is not None and reports["model"].get("kind") == "drafter":
@@ -127,9 +134,11 @@ def _inspect_folder(
     return not faults
 
 
-def is_cache(folder: Path) -> bool:
-    """Whether a folder is a pre-sharded cache."""
-    return (folder / "kdtree_shards.json").exists()
+def _of_all(
+    progress: Callable[[int, int], None], before: int, after: int
+) -> Callable[[int, int], None]:
+    """The progress of a part, for a `progress` of this many bytes before and after it too."""
+    return lambda done, total: progress(before + done, before + total + after)
 
 
 def _add_rows(table: Table, prefix: str, value: Mapping[str, Any]) -> None:

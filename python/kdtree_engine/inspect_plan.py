@@ -1,6 +1,7 @@
 """What a checkpoint will need of each rank's memory, as `kdtree inspect --tp` prints it."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
@@ -8,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 _UNITS = {"b": 1}
-_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
-_UNITS |= {unit: 1024**i for i, p in enumerate("kmgt", 1) for unit in (p, f"{p}i", f"{p}ib")}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)}
+_UNITS |= {unit: 1024**i for i, p in enumerate("kmgtp", 1) for unit in (p, f"{p}i", f"{p}ib")}
 _UNITS[""] = _UNITS["gib"]
 _LARGEST = 1 << 50
 
@@ -19,12 +20,12 @@ def parse_size(option: str, text: str) -> int:
 
     Raises ValueError naming the option.
     """
-    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match and unit:
-        size = round(float(match[1]) * unit)
-        if 0 < size <= _LARGEST:
-            return size
+        size = Fraction(match[1]) * unit
+        if size <= _LARGEST and round(size) > 0:
+            return round(size)
     raise ValueError(
         f"{option} is {text!r}, want a size such as 96GiB, 80GB or 96 (GiB), at most 1 PiB"
     )
@@ -84,13 +85,6 @@ def _verdict(plan: dict[str, Any], per_token: int) -> Text:
         f"{plan['kv_tokens_fit']:,} cache tokens fit, {asked} take {plan['cache_tokens']:,}",
         style="green" if fits else "red",
     )
-
-
-def with_option_names(fault: str) -> str:
-    """A fault of a plan in words of the command line: max_model_len is --max-model-len."""
-    names = r"\b(max_model_len|max_num_seqs|gpu_memory|(?:(?<=and )|(?<=lower ))overhead)\b"
-    fault = re.sub(names, lambda name: f"--{name[0].replace('_', '-')}", fault)
-    return fault.replace("tensor_parallel_size", "--tp")
 
 
 def _gib(size: int) -> str:

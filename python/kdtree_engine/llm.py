@@ -92,8 +92,7 @@ class LLM:
             raise ValueError(
                 f"num_threads is {num_threads}; device {shown(device)} has no use for it"
             )
-        if checks.flag("expert_parallel", expert_parallel) and sizes["tensor_parallel_size"] == 1:
-            raise ValueError("expert_parallel is True, but tensor_parallel_size is 1")
+        checks.flag("expert_parallel", expert_parallel)
         timeout = checks.real("rank_timeout", rank_timeout, 0.1, 1e6)
         if progress is not None and not callable(progress):
             raise ValueError(f"progress is {shown(progress)}, want a function")

@@ -50,8 +50,9 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, an empty one if there is no file."""
     if not path.is_file():
         return {}
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
     except RecursionError as error:

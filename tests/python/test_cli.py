@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,7 +119,10 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
         (["--tp", "2", "--rank-timeout", "0"], "--rank-timeout is 0.0, want 0.1 to"),
         (["-t", "-1"], "--num-threads is -1, want 0 to 1024"),
         (["--max-model-len", str(2**70)], f"--max-model-len is {2**70}, want 0 to "),
-        (["--tree-budget", "8", "--tree-topk", "9"], "--tree-topk is 9, more than tree_budget, 8"),
+        (
+            ["--tree-budget", "8", "--tree-topk", "9"],
+            "--tree-topk is 9, more than --tree-budget, 8",
+        ),
         (["--method", "none", "--draft-temperature", "1"], "--draft-temperature needs trees"),
         (["--method", "dflash", "--tree-topk", "0"], "--tree-topk needs trees"),
         (["--tree-budget", "1" * 5000], "want 1 to 256 or auto"),
@@ -169,6 +173,15 @@ def test_options_that_the_engine_refuses_are_named(
     monkeypatch.setattr(scripted, "__init__", refuse)
     status, _, err = run("generate", "hello", "--device", "tpu")
     assert status == 2 and err == "kdtree: error: --device is 'tpu'; this build knows 'cpu'\n"
+
+
+def test_messages_name_options_but_leave_what_was_given() -> None:
+    text = "tensor_parallel_size 3: use expert_parallel, or /a/expert_parallel.d/gpu_memory"
+    text += ", 'max_model_len' or tree_budget.json"
+    assert cli_common.with_option_names(text) == (
+        "--tp 3: use --expert-parallel, or /a/expert_parallel.d/gpu_memory"
+        ", 'max_model_len' or tree_budget.json"
+    )
 
 
 def test_an_empty_prompt_is_refused(
@@ -344,6 +357,57 @@ def test_module_is_the_command() -> None:
     done = command("inspect", "/no/such/file")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "kdtree: error: No such file or directory: /no/such/file\n"
+
+
+IMPORTING = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt as error:  # as a class does to what ends its making
+    raise RuntimeError from error
+"""
+READING_OPTIONS = """
+import typer.core
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+typer.core.TyperGroup.make_context = interrupted
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("typer", IMPORTING), ("first", READING_OPTIONS)])
+def test_an_interrupt_before_the_command_begins_is_clean(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "first.py").touch()
+    (tmp_path / f"{name}.py").write_text(text)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    entry = re.search(r'^kdtree = "([\w.]+):(\w+)"$', project, re.M)
+    assert entry is not None
+    for script in (
+        f"import first; from {entry[1]} import {entry[2]}; {entry[2]}()",
+        "import first, runpy; runpy.run_module('kdtree_engine', run_name='__main__')",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "--help"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(cli.__file__).parents[1]}"},
+            # A shell that starts us in the background has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert done.returncode == 130 and done.stderr == "\nkdtree: interrupted\n", done.stderr
+
+
+def test_the_package_alone_imports_little() -> None:
+    """Until it is imported, nothing says "interrupted" in place of Python's traceback."""
+    script = "import sys; a = set(sys.modules); import kdtree_engine; print(set(sys.modules) - a)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+    )
+    assert "'kdtree_engine'" in done.stdout and "importlib.metadata" not in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect", "FILE"]])

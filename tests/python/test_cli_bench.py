@@ -247,3 +247,9 @@ def test_ops_without_a_cuda_build_say_so(run: Callable[..., tuple[int, str, str]
     status, _, err = run("bench", "ops", "--device", "tpu")
     assert status == 2 or status == 1
     assert "'tpu'" in err
+
+
+def test_ops_that_are_not_there_are_refused_by_the_option(run: Run) -> None:
+    pytest.importorskip("kdtree_engine._core")
+    status, _, err = run("bench", "ops", "--only", "x")
+    assert status == 2 and err.startswith("kdtree: error: --only is 'x'; want moe_experts, ")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import kdtree_engine
 from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.inspect_files import inspect_path
 from kdtree_engine.inspect_plan import parse_size
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
@@ -132,7 +134,7 @@ def test_options_are_refused_by_name(run: Run, cache: Path, tmp_path: Path) -> N
         ([model, "--out", str(tmp_path / "a" / "b")], "--out is "),
         ([model, "--out", out, "--tp", "0"], "--tensor-parallel-size is 0; want 1 to 64"),
         ([model, "--out", out, "--tp", "3"], "--tensor-parallel-size is 3, which does not divide"),
-        ([model, "--out", out, "--expert-parallel"], "--expert-parallel is true, but"),
+        ([model, "--out", out, "--expert-parallel"], "--expert-parallel is true, but --tp is 1"),
         ([model, "--out", out, "--device", "abacus"], "--device is 'abacus'"),
         ([model, "--out", out, "--device", "check:cpu,cpu"], "which has no weight layout"),
         ([model, "--out", out, "--device", "cuda", "-t", "2"], "--num-threads is 2"),
@@ -249,6 +251,11 @@ def test_inspect_a_cache(run: Run, cache: Path, tmp_path: Path) -> None:
     assert "rank-0-of-2.kdts: missing" in faults[0]
     assert faults[1].startswith("drafter: ") and "bad checksum of the data of '" in faults[1]
     assert "plan: --tp is 4, but " in faults[2]
+    text = run("inspect", str(cache), "--tp", "2", "--expert-parallel", "--json")[1]
+    faults = json.loads(text)["faults"]
+    assert faults and all(f.startswith("plan: --expert-parallel is true, but ") for f in faults)
+    status, _, error = run("generate", "--expert-parallel", "x")
+    assert status == 2 and error.endswith(": --expert-parallel is true, but --tp is 1\n")
     status, _, error = run("inspect", str(BUNDLED), "--verify")
     assert status == 2 and error.startswith("kdtree: error: --verify is true, but ")
 
@@ -269,6 +276,46 @@ def test_verifying_shows_progress_and_can_be_interrupted(cache: Path) -> None:
     assert len(told) == 1 and told[0][0] < total
     with pytest.raises(ValueError, match="progress is 3; want a function or None"):
         _core.inspect_checkpoint(str(cache), verify=True, progress=3)
+
+
+def test_the_drafter_goes_on_where_the_targets_progress_ended(cache: Path) -> None:
+    told: list[tuple[int, int]] = []
+    assert inspect_path(
+        cache, as_json=True, verify=True, progress=lambda *bytes: told.append(bytes)
+    )
+    total = sum(path.stat().st_size for path in cache.rglob("*.kdts"))
+    assert told == sorted(told) and {of for _, of in told} == {total}
+    assert told[-1] == (total, total)
+
+
+def test_a_drafter_that_may_not_be_entered_is_a_fault(cache: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from kdtree_engine import _core
+from kdtree_engine.inspect_files import inspect_path
+if os.geteuid() == 0:  # whom no mode stops
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+for verify in (False, True):
+    inspect_path(Path(sys.argv[1]), as_json=True, verify=verify)
+"""
+    with tempfile.TemporaryDirectory() as room:  # pytest's own may be closed to others
+        copy = Path(room) / "copy"
+        shutil.copytree(cache, copy)
+        Path(room).chmod(0o755)
+        (copy / "drafter").chmod(0)
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(copy)], capture_output=True, text=True
+        )
+        (copy / "drafter").chmod(0o755)
+    fault = f"{copy}/drafter/config.json: cannot open: Permission denied"
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 2, done.stderr
+    for report in reports:
+        assert report["drafter"] == {"faults": [fault]}
+        assert report["model"]["kind"] == "target" and f"drafter: {fault}" in report["faults"]
 
 
 def test_inspect_prints_a_plan(run: Run) -> None:
@@ -329,7 +376,7 @@ def test_plan_options_are_refused_by_name(run: Run, tmp_path: Path) -> None:
         (["--gpu-memory", "0"], "--gpu-memory is '0', want a size"),
         (["--gpu-memory", "9000TiB"], "--gpu-memory is '9000TiB', want a size"),
         (["--tp", "65"], "--tensor-parallel-size is 65; want 1 to 64"),
-        (["--expert-parallel"], "--expert-parallel is true, but tensor_parallel_size is 1"),
+        (["--expert-parallel"], "--expert-parallel is true, but --tp is 1"),
         (["--max-model-len", "4096"], "--max-model-len is 4096; want 0 to 2048"),
         (["--max-num-seqs", "0"], "--max-num-seqs is 0; want 1 to 1024"),
         (["--draft-model", str(tmp_path)], "--draft-model is "),
@@ -347,9 +394,30 @@ def test_plan_options_are_refused_by_name(run: Run, tmp_path: Path) -> None:
 def test_sizes() -> None:
     sizes = {"96GiB": 96 << 30, "96": 96 << 30, "80GB": 80 * 10**9, "80 gb": 80 * 10**9}
     sizes |= {"1.5g": 3 << 29, "512 MiB": 512 << 20, "100000000B": 10**8, " 1TiB ": 1 << 40}
-    sizes |= {"94.5Gi": 189 << 29}
+    sizes |= {"94.5Gi": 189 << 29, "0.5PB": 5 * 10**14, "1125899906842623B": (1 << 50) - 1}
+    sizes |= dict.fromkeys(
+        ("1PiB", "1 p", "1024TiB", "1048576", "1125899906842624B", "1.125899906842624PB"), 1 << 50
+    )
+    sizes |= {"1PB": 10**15, "1125899.906842624 GB": 1 << 50}
     for text, size in sizes.items():
         assert parse_size("--x", text) == size, text
-    for text in ("", "GiB", "-1", "1e9", "96GBps", "0", "0.0GiB", "1 2", "nan", "inf", "9" * 30):
+    for text in (
+        "",
+        "GiB",
+        "-1",
+        "1e9",
+        "96GBps",
+        "0",
+        "0.0GiB",
+        "1 2",
+        "nan",
+        "inf",
+        "9" * 30,
+        "1125899906842625B",
+        "1.0000000000000001PiB",
+        "1.2PB",
+        "9" * 5000,
+        "0.4B",
+    ):
         with pytest.raises(ValueError, match=r"^--x is .*, want a size such as 96GiB"):
             parse_size("--x", text)
