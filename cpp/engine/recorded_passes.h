@@ -19,7 +19,7 @@ class RecordedPasses {
  public:
   // Recording costs about as much as a pass, so one that seldom comes is not recorded.
   static constexpr int kRuns = 2;
-  static constexpr size_t kMost = 128;  // passes; those that came last are remembered
+  static constexpr size_t kMost = 64;  // passes; those that came last are remembered
 
   // What decides the arguments of a pass's ops: which pass it is, and its shapes.
   using Key = std::array<int64_t, 3>;
