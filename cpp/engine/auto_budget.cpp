@@ -33,9 +33,16 @@ void follow(double& ms, double observed_ratio, double weight) {
 }  // namespace
 
 void CostModel::set_verify(std::vector<std::pair<int64_t, double>> points) {
-  // A pass over more rows is not cheaper: noise that says so would draw the choice to it.
-  for (size_t i = 1; i < points.size(); ++i)
-    points[i].second = std::max(points[i].second, points[i - 1].second);
+  for (size_t i = 1; i < points.size(); ++i) {
+    auto& [rows, ms] = points[i];
+    // It takes no more than several passes over fewer rows: what says so was disturbed.
+    for (size_t fewer = 0; fewer < i; ++fewer) {
+      const int64_t passes = (rows + points[fewer].first - 1) / points[fewer].first;
+      ms = std::min(ms, static_cast<double>(passes) * points[fewer].second);
+    }
+    // Nor is it cheaper than fewer: noise that says so would draw the choice to it.
+    ms = std::max(ms, points[i - 1].second);
+  }
   verify_ = std::move(points);
 }
 

@@ -80,10 +80,13 @@ def _verdict(plan: dict[str, Any], per_token: int) -> Text:
     if not plan["gpu_memory"]:
         return Text(f"needs {each} of {asked}; --gpu-memory SIZE tells whether that fits")
     fits = plan["cache_tokens"] <= plan["kv_tokens_fit"]
+    verdict = "does not fit" if not fits else "fits"
+    if fits and plan["faults"]:
+        verdict += ", but for the faults below"
     return Text(
-        f"{'fits' if fits else 'does not fit'}: needs {each}, has {_gib(plan['gpu_memory'])}; "
+        f"{verdict}: needs {each}, has {_gib(plan['gpu_memory'])}; "
         f"{plan['kv_tokens_fit']:,} cache tokens fit, {asked} take {plan['cache_tokens']:,}",
-        style="green" if fits else "red",
+        style="green" if verdict == "fits" else "red",
     )
 
 

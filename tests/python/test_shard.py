@@ -254,6 +254,8 @@ def test_inspect_a_cache(run: Run, cache: Path, tmp_path: Path) -> None:
     text = run("inspect", str(cache), "--tp", "2", "--expert-parallel", "--json")[1]
     faults = json.loads(text)["faults"]
     assert faults and all(f.startswith("plan: --expert-parallel is true, but ") for f in faults)
+    text = run("inspect", str(cache), "--tp", "4", "--gpu-memory", "96GiB")[1]
+    assert "fits, but for the faults below: needs " in text
     status, _, error = run("generate", "--expert-parallel", "x")
     assert status == 2 and error.endswith(": --expert-parallel is true, but --tp is 1\n")
     status, _, error = run("inspect", str(BUNDLED), "--verify")

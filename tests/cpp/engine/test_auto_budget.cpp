@@ -42,6 +42,15 @@ KDT_TEST(a_dip_in_the_measured_costs_is_taken_for_noise) {
   EXPECT_NEAR(model.verify_ms(2), 2.0, 1e-12);
 }
 
+// Seen on a busy machine: one size was held up each time, and all larger ones took its cost.
+KDT_TEST(a_size_takes_no_more_than_several_passes_over_fewer_rows) {
+  const CostModel model = costs(1, {{1, 0.5}, {2, 0.8}, {3, 30.8}, {4, 1.2}, {9, 2.0}, {17, 40.0}});
+  EXPECT_NEAR(model.verify_ms(3), 1.5, 1e-12);
+  EXPECT_NEAR(model.verify_ms(4), 1.5, 1e-12);
+  EXPECT_NEAR(model.verify_ms(9), 2.0, 1e-12);
+  EXPECT_NEAR(model.verify_ms(17), 4.0, 1e-12);
+}
+
 KDT_TEST(follows_what_rounds_take_but_not_an_interruption) {
   CostModel model = costs(1, {{1, 2.0}, {3, 4.0}});
   for (int i = 0; i < 200; ++i) model.observe_verify(1, 3.0);
