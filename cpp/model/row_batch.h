@@ -28,7 +28,6 @@ class RowBatch {
   int64_t num_rows() const { return static_cast<int64_t>(token_ids_.size()); }
   int64_t num_sequences() const { return static_cast<int64_t>(prefix_len_.size()); }
   int64_t num_chosen() const { return static_cast<int64_t>(chosen_rows_.size()); }
-  int64_t max_rows() const { return max_rows_; }
   // Valid after upload(). All kInt32.
   const Tensor& token_ids() const { return device_ids_; }            // [T]
   const Tensor& positions() const { return device_positions_; }      // [T]

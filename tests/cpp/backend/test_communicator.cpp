@@ -21,17 +21,20 @@ KDT_TEST(the_order_of_a_sum_shows) {
 
 KDT_TEST(gathers_are_in_rank_order) { expect_on_ranks({1, 2, 4}, check_gathers); }
 
+// What the call throws; "" for nothing.
+template <typename Call>
+std::string message(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 KDT_TEST(wrong_shapes_are_refused) {
   expect_on_ranks({2}, [](Rank& r) {
     const Buffer x = output(r.backend, {2, 3}), ints = int_output(r.backend, {2, 3});
-    const auto message = [](const auto& call) -> std::string {
-      try {
-        call();
-      } catch (const Error& error) {
-        return error.what();
-      }
-      return "";
-    };
     if (!holds(message([&] { r.communicator.all_reduce(ints.tensor); }), "all_reduce: x is i32"))
       return "i32 was summed";
     if (!holds(message([&] { r.communicator.all_gather(x.tensor, x.tensor); }), "all_gather: from"))
@@ -98,14 +101,6 @@ KDT_TEST(ranks_go_on_when_all_have_recorded) {
 
 KDT_TEST(recordings_of_a_group_that_has_ended_are_refused) {
   if (!on_gpu()) return;
-  const auto thrown = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return "nothing was thrown";
-  };
   std::string reason, of_run, of_record;  // of rank 0
   run_on(std::vector<std::string>(2, device()), 1.5, [&](Rank& r) -> std::string {
     const Buffer x = upload(r.backend, part(r.index, 6, 1), {2, 3});
@@ -120,9 +115,9 @@ KDT_TEST(recordings_of_a_group_that_has_ended_are_refused) {
       return "";
     }
     recording->run();
-    reason = thrown([&] { r.backend.synchronize(); });
-    of_run = thrown([&] { recording->run(); });
-    of_record = thrown([&] { r.backend.record(sum); });
+    reason = message([&] { r.backend.synchronize(); });
+    of_run = message([&] { recording->run(); });
+    of_record = message([&] { r.backend.record(sum); });
     return "";
   });
   EXPECT(holds(reason, "rank 0: the all-reduce did not end within 1.5 s: rank 1 has not come"));
