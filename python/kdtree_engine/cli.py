@@ -251,7 +251,7 @@ def tree(
                 break
     if drawn is None:
         raise ValueError(f"the text ended before round {after + 1}: use a smaller --after")
-    render.print_tree(drawn)
+    render.print_tree(drawn, common.stdout_console())
     if svg is not None:
         svg.write_text(render.to_svg(drawn), encoding="utf-8")
         print(f"wrote {svg}", file=sys.stderr)

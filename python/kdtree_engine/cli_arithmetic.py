@@ -7,8 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+
+from kdtree_engine import cli_common as common
 
 if TYPE_CHECKING:
     from kdtree_engine.cli_bench import Setting
@@ -151,7 +152,7 @@ def show(a: Arithmetic) -> None:
     )
     for limit, needs, ceiling, least, reached in rows:
         table.add_row(limit, needs, ceiling, f"{least:.3f} ms", f"{reached:.0%}")
-    console = Console(highlight=False)
+    console = common.stdout_console()
     console.print(table)
     console.print(
         f"ceilings measured just now with {a.num_threads} threads, {a.isa}; caches: reading "

@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -317,4 +316,4 @@ def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int, dev
             f"{record['speedup_over_plain']:.2f}",
             "yes" if record["identical_to_plain"] else "NO",
         )
-    Console(highlight=False).print(table)
+    common.stdout_console().print(table)

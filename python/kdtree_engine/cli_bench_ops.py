@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kdtree_engine import cli_common as common
@@ -77,6 +76,6 @@ def bench_ops(
         rates = [f"{r[key]:.0f}" if r[key] else "" for key in ("gb_s", "tflop_s")]
         share += f" {r['bound']}" if share else ""
         table.add_row(r["op"], r["shape"], f"{r['us']:.1f}", *rates, share)
-    Console(highlight=False).print(table)
+    common.stdout_console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps({"device": device, "ops": records}, indent=1) + "\n")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kdtree_engine import cli_common as common
@@ -97,7 +96,7 @@ def bench_rank(
         table.add_column(head, justify="right")
     for record in records:
         table.add_row(str(record["rows"]), *(f"{record[key]:.1f}" for key in keys))
-    console = Console(highlight=False)
+    console = common.stdout_console()
     console.print(table)
     console.print(
         f"one alone: rank 0's part of the weights, summing nothing; {size} ranks: the whole pass; "

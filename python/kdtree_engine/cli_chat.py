@@ -226,7 +226,8 @@ class Conversation:
 
         if self._last_tree is None:
             raise ValueError("no round had a tree yet: /budget 16 asks for trees")
-        render.print_tree(render.drawing(self._last_tree, self._llm.get_tokenizer()))
+        drawn = render.drawing(self._last_tree, self._llm.get_tokenizer())
+        render.print_tree(drawn, common.stdout_console())
 
     def _reset(self) -> None:
         self._messages = list(self._system)

@@ -84,6 +84,7 @@ _NAMES_INSIDE = re.compile(
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
 # What a terminal shows that cannot show these.
+_WIDEST = 1_000_000  # of a line that no terminal folds
 _ASCII = {"·": ".", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "×": "x", "✓": "*"}
 _ASCII |= {bar: str(height + 1) for height, bar in enumerate("▁▂▃▄▅▆▇█")}
 
@@ -180,6 +181,12 @@ def errors_in_one_line(command: Command) -> Command:
             raise SystemExit(status) from None
 
     return wrapped  # type: ignore[return-value]
+
+
+def stdout_console() -> Console:
+    """Folds to the terminal's width; what goes to a file or a pipe keeps its lines whole."""
+    whole = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_WIDEST if whole else None)
 
 
 def stderr_console() -> Console:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -110,4 +109,4 @@ def _print_table(first: str, rows: Iterable[tuple[str, int]]) -> None:
     table.add_column("bytes", justify="right")
     for name, size in rows:
         table.add_row(name, f"{size:,}")
-    Console(highlight=False).print(table)
+    common.stdout_console().print(table)

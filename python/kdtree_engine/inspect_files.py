@@ -10,14 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree_engine import kdtr
-from kdtree_engine.cli_common import with_option_names
+from kdtree_engine.cli_common import stdout_console, with_option_names
 from kdtree_engine.inspect_plan import print_plan
 
 
 def inspect_path(
     path: Path,
     as_json: bool,
-    console: Console | None = None,
     *,
     verify: bool = False,
     plan: Mapping[str, Any] | None = None,
@@ -31,7 +30,7 @@ def inspect_path(
     `progress` gets the bytes that were verified, and all. Raises ValueError or OSError for what is
     neither a checkpoint folder nor a KDTR file, and ValueError for a bad option.
     """
-    console = console or Console(highlight=False)
+    console = stdout_console()
     if path.is_dir():
         return _inspect_folder(path, as_json, console, verify, plan, drafter, progress)
     if path.exists() and (verify or plan is not None or drafter is not None):
@@ -61,7 +60,8 @@ def inspect_path(
     if as_json:
         print(json.dumps({"arrays": rows, "bytes": path.stat().st_size, "faults": faults}))
         return not faults
-    table = Table(title=Text(f"{path}, {path.stat().st_size:,} bytes"), title_justify="left")
+    _print_whole(f"{path}, {path.stat().st_size:,} bytes", console)
+    table = Table()
     for column in ("name", "dtype", "shape", "offset", "bytes", "xxh64"):
         justify = "right" if column in ("offset", "bytes") else "left"
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
@@ -121,9 +121,10 @@ def _inspect_folder(
         title = f"{part}: {drafter if part == 'drafter' else folder}"
         if plan is not None and "total_bytes" in report:  # who asks for a plan wants to see that
             size = f"{report['num_tensors']:,} tensors, {report['total_bytes'] / 2**30:.2f} GiB"
-            console.print(Text(f"{title}: {size}"))
+            _print_whole(f"{title}: {size}", console)
             continue
-        table = Table(title=Text(title), title_justify="left", show_header=False)
+        _print_whole(title, console)
+        table = Table(show_header=False)
         table.add_column("field")
         table.add_column("value", overflow="fold")
         _add_rows(table, "", {k: v for k, v in report.items() if k != "faults"})
@@ -147,6 +148,11 @@ def _add_rows(table: Table, prefix: str, value: Mapping[str, Any]) -> None:
             _add_rows(table, f"{prefix}{key}.", item)
         else:
             table.add_row(Text(f"{prefix}{key}"), Text(_cell(item)))
+
+
+def _print_whole(line: str, console: Console) -> None:
+    """A line with a path, which could not be copied from the screen in two pieces."""
+    console.print(Text(line), soft_wrap=True)
 
 
 def _cell(value: Any) -> str:

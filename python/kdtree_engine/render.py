@@ -79,9 +79,8 @@ def drawing(step: "StepOutput", tokenizer: "Tokenizer") -> Drawing:
     )
 
 
-def print_tree(drawn: Drawing, console: Console | None = None) -> None:
+def print_tree(drawn: Drawing, console: Console) -> None:
     """Draws the tree on the terminal: the accepted path marked, the bonus token at its end."""
-    console = console or Console(highlight=False)
     accepted = set(drawn.accepted)
 
     def label(slot: int) -> Text:

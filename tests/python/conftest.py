@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import fake_core
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):  # what is printed depends on them
+    os.environ.pop(name, None)
 
 SPECIAL = {"[BOS]": 500, "[EOS]": 509, "<|im_end|>": 510, "<|im_user|>": 501}
 SPECIAL |= {"<|im_assistant|>": 502, "<|im_system|>": 503, "<|im_middle|>": 504}

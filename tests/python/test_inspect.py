@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import fake_core
 from kdtree_engine import kdtr
 from kdtree_engine.inspect_files import inspect_path
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -25,6 +28,14 @@ def test_kdtr_table(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("weights", "bf16", "[2, 3]", "[red]", "i64", "no faults found"):
         assert text in out
+
+
+def test_what_is_piped_keeps_its_lines(bundle: Path, run: Run) -> None:
+    folder = bundle.parent / ("long" * 50)
+    folder.mkdir()
+    path = bundle.rename(folder / bundle.name)
+    out = run("inspect", str(path))[1]
+    assert out.startswith(f"{path}, {path.stat().st_size:,} bytes")
 
 
 def test_kdtr_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -325,7 +325,7 @@ def test_inspect_prints_a_plan(run: Run) -> None:
     assert status == 0, error
     for part in ("plan: each of 2 ranks", "experts", "drafter", "workspace", "tokens that fit"):
         assert part in text
-    assert "kv_lora_rank" not in text and f"model: {BUNDLED}: " in " ".join(text.split())
+    assert "kv_lora_rank" not in text and f"model: {BUNDLED}: " in text
     # The verdict is the last word, but for faults.
     verdict = " ".join(text.split("sequences of")[-2].split())
     assert (
