@@ -105,13 +105,13 @@ PushRanks::PushRanks(CudaBackend& backend, RankGroup& group) : backend_(backend)
   KDT_CUDA_CHECK(cudaMemsetAsync(state_.get(), 0, sizeof(PushState), backend.stream()));
   KDT_CUDA_CHECK(cudaStreamSynchronize(backend.stream()));
 
-  meeting_.state = typed<PushState>(state_);
-  meeting_.rank = group.rank();
-  meeting_.size = size;
-  meeting_.num_blocks = blocks_of_all(places(backend, group));
-  meeting_.slot_bytes = kSlotBytes;
+  context_.state = typed<PushState>(state_);
+  context_.rank = group.rank();
+  context_.size = size;
+  context_.num_blocks = blocks_of_all(places(backend, group));
+  context_.slot_bytes = kSlotBytes;
   constexpr double kLongest = 1e9;  // seconds
-  meeting_.timeout_ns = static_cast<uint64_t>(std::clamp(group.timeout_s(), 0.0, kLongest) * 1e9);
+  context_.timeout_ns = static_cast<uint64_t>(std::clamp(group.timeout_s(), 0.0, kLongest) * 1e9);
 
   // The others copy the pointer, and with it a share of the memory, before this one ends.
   const std::shared_ptr<void>* mine = &inbox;
@@ -119,13 +119,13 @@ PushRanks::PushRanks(CudaBackend& backend, RankGroup& group) : backend_(backend)
   group.all_gather(&mine, sizeof(mine), all.data());
   for (int rank = 0; rank < size; ++rank) {
     inboxes_.push_back(*all[rank]);
-    meeting_.inboxes[rank] = typed<unsigned char>(inboxes_.back());
+    context_.inboxes[rank] = typed<unsigned char>(inboxes_.back());
   }
   group.barrier();
   KDT_CUDA_CHECK(
       cudaHostAlloc(reinterpret_cast<void**>(&report_), sizeof(PushReport), cudaHostAllocMapped));
   *report_ = PushReport{0, 0};
-  KDT_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&meeting_.report), report_, 0));
+  KDT_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&context_.report), report_, 0));
 }
 
 PushRanks::~PushRanks() {
@@ -138,14 +138,14 @@ void PushRanks::all_reduce(float* x, int64_t count) {
   constexpr int64_t kPiece = kSlotBytes / 4;
   for (int64_t begin = 0; begin < count; begin += kPiece) {
     launch_push_reduce(
-        {.meeting = meeting_, .x = x + begin, .count = std::min(kPiece, count - begin)},
+        {.context = context_, .x = x + begin, .count = std::min(kPiece, count - begin)},
         backend_.stream());
   }
 }
 
 void PushRanks::all_gather(const void* from, void* to, int64_t bytes) {
   for (int64_t begin = 0; begin < bytes; begin += kSlotBytes) {
-    launch_push_gather({.meeting = meeting_,
+    launch_push_gather({.context = context_,
                         .from = static_cast<const unsigned char*>(from) + begin,
                         .to = static_cast<unsigned char*>(to) + begin,
                         .bytes = std::min(kSlotBytes, bytes - begin),

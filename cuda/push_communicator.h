@@ -41,7 +41,7 @@ class PushRanks {
   std::vector<std::shared_ptr<void>> inboxes_;
   std::shared_ptr<void> state_;
   PushReport* report_ = nullptr;  // in the host's memory, mapped
-  PushMeeting meeting_{};
+  PushContext context_{};
 };
 
 }  // namespace kdt::cuda

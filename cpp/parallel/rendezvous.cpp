@@ -25,13 +25,13 @@ using std::chrono::steady_clock;
 
 constexpr char kMagic[8] = {'K', 'D', 'T', 'G', 'R', 'O', 'U', 'P'};
 constexpr uint32_t kVersion = 1;
-constexpr double kHelloSeconds = 5;  // for a stranger who says nothing
-constexpr size_t kMostStrangers = 64;
+constexpr double kHelloSeconds = 5;   // for a peer that sends nothing
+constexpr size_t kMaxPending = 64;    // connections that have not said who they are
 constexpr size_t kMostOthers = 1000;  // refused ones of no number of the group that are counted
 // For an answer of process 0 beyond the time-out, which is to name those who are missing.
 constexpr double kGraceSeconds = 2;
 
-// Messages have one size each: a stranger cannot make us wait for, or make room for, more.
+// Messages have one size each: an unknown peer cannot make us wait for, or make room for, more.
 // Process 0 speaks first, so that the key goes to nobody else's port by mistake.
 struct Banner {
   char magic[8];
@@ -151,7 +151,7 @@ class Listener {
   }
 
  private:
-  struct Stranger {
+  struct PendingPeer {
     Fd fd;
     Hello hello{};
     size_t got = 0;
@@ -195,7 +195,7 @@ class Listener {
   void look(Time deadline) {
     std::vector<int> fds;
     for (const Fd& fd : listeners_) fds.push_back(fd.get());
-    for (const Stranger& stranger : strangers_) fds.push_back(stranger.fd.get());
+    for (const PendingPeer& peer : pending_) fds.push_back(peer.fd.get());
     const size_t first_member = fds.size();
     std::vector<int> processes;
     for (int process = 1; process < launch_.world_size; ++process) {
@@ -209,55 +209,55 @@ class Listener {
     for (size_t i = 0; i < processes.size(); ++i) {
       if (readable[first_member + i]) members_[processes[i]].fd.close();
     }
-    for (size_t i = 0; i < strangers_.size(); ++i) {
-      Stranger& stranger = strangers_[i];
-      if (readable[listeners_.size() + i]) listen_to(stranger);
-      if (steady_clock::now() >= stranger.limit) stranger.fd.close();
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      PendingPeer& peer = pending_[i];
+      if (readable[listeners_.size() + i]) listen_to(peer);
+      if (steady_clock::now() >= peer.limit) peer.fd.close();
     }
-    std::erase_if(strangers_, [](const Stranger& stranger) { return stranger.fd.get() < 0; });
+    std::erase_if(pending_, [](const PendingPeer& peer) { return peer.fd.get() < 0; });
     for (size_t i = 0; i < listeners_.size(); ++i) {
       if (readable[i]) accept_from(listeners_[i].get());
     }
   }
 
   void accept_from(int socket) {
-    Stranger stranger{Fd(accept4(socket, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)),
-                      {},
-                      0,
-                      after(kHelloSeconds)};
-    if (stranger.fd.get() < 0) {
+    PendingPeer peer{Fd(accept4(socket, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)),
+                     {},
+                     0,
+                     after(kHelloSeconds)};
+    if (peer.fd.get() < 0) {
       std::this_thread::sleep_for(milliseconds(10));  // out of descriptors: not at full speed
       return;
     }
-    set_options(stranger.fd.get(), timeout_s_);
+    set_options(peer.fd.get(), timeout_s_);
     Banner banner{{}, kVersion, 0};
     std::memcpy(banner.magic, kMagic, sizeof(kMagic));
-    send(stranger.fd.get(), &banner, sizeof(banner), MSG_NOSIGNAL);
-    if (strangers_.size() >= kMostStrangers) strangers_.erase(strangers_.begin());
-    strangers_.push_back(std::move(stranger));
+    send(peer.fd.get(), &banner, sizeof(banner), MSG_NOSIGNAL);
+    if (pending_.size() >= kMaxPending) pending_.erase(pending_.begin());
+    pending_.push_back(std::move(peer));
   }
 
-  void listen_to(Stranger& stranger) {
-    char* bytes = reinterpret_cast<char*>(&stranger.hello);
+  void listen_to(PendingPeer& peer) {
+    char* bytes = reinterpret_cast<char*>(&peer.hello);
     const ssize_t got =
-        recv(stranger.fd.get(), bytes + stranger.got, sizeof(Hello) - stranger.got, MSG_DONTWAIT);
+        recv(peer.fd.get(), bytes + peer.got, sizeof(Hello) - peer.got, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got > 0) stranger.got += got;
-    const size_t known = std::min(stranger.got, sizeof(kMagic));
+    if (got > 0) peer.got += got;
+    const size_t known = std::min(peer.got, sizeof(kMagic));
     if (got <= 0 || std::memcmp(bytes, kMagic, known) != 0) {
-      stranger.fd.close();
-    } else if (stranger.got == sizeof(Hello)) {
-      judge(stranger);
+      peer.fd.close();
+    } else if (peer.got == sizeof(Hello)) {
+      check_hello(peer);
     }
   }
 
-  void judge(Stranger& stranger) {
-    const Hello& hello = stranger.hello;
+  void check_hello(PendingPeer& peer) {
+    const Hello& hello = peer.hello;
     const Hello mine = hello_of(launch_, ranks_each_);
     // "It" is the process that is refused, which is told so too.
     const auto refuse = [&](Code code, const std::string& reason) {
-      reply(stranger.fd.get(), code, reason);
-      stranger.fd.close();
+      reply(peer.fd.get(), code, reason);
+      peer.fd.close();
       if (hello.process > 0 && hello.process < mine.world_size) {
         refused_[hello.process] = join("process ", hello.process, " (", get(hello.host), ":",
                                        hello.pid, ") was refused: ", reason);
@@ -282,10 +282,10 @@ class Listener {
     } else if (members_[hello.process].fd.get() >= 0) {
       refuse(kNotNow, join(members_[hello.process].name, " is already there"));
     } else {
-      reply(stranger.fd.get(), kWelcome, "");
+      reply(peer.fd.get(), kWelcome, "");
       refused_.erase(hello.process);
-      members_[hello.process] = {std::move(stranger.fd), member_name(hello.process, ranks_each_,
-                                                                     get(hello.host), hello.pid)};
+      members_[hello.process] = {
+          std::move(peer.fd), member_name(hello.process, ranks_each_, get(hello.host), hello.pid)};
     }
   }
 
@@ -294,7 +294,7 @@ class Listener {
   double timeout_s_;
   int port_ = 0;
   std::vector<Fd> listeners_;
-  std::vector<Stranger> strangers_;
+  std::vector<PendingPeer> pending_;
   std::vector<Member> members_;
   // By number, which a process keeps when it is started again: the last refusal of each of the
   // group, and the others' numbers.
@@ -303,7 +303,7 @@ class Listener {
 };
 
 // Why there is no connection yet. A refusal tells more than a port where nobody answers.
-class Excuse {
+class JoinFailure {
  public:
   enum Weight { kNobody, kNoAnswer, kRefusal };
   void set(Weight weight, std::string text) {
@@ -318,13 +318,13 @@ class Excuse {
   std::string text_;
 };
 
-// One attempt; none with an excuse when another may succeed.
+// One attempt; none, and `failure` says why, when another may succeed.
 std::optional<Member> try_join(const Address& address, int port, const Hello& hello,
-                               double timeout_s, Time deadline, Excuse& excuse) {
+                               double timeout_s, Time deadline, JoinFailure& failure) {
   std::string why;
   Fd fd = connect_to(address, port, deadline, why);
   if (fd.get() < 0) {
-    excuse.set(Excuse::kNobody, why);
+    failure.set(JoinFailure::kNobody, why);
     return std::nullopt;
   }
   set_options(fd.get(), timeout_s);
@@ -332,14 +332,14 @@ std::optional<Member> try_join(const Address& address, int port, const Hello& he
   if (receive_all(fd.get(), &banner, sizeof(banner), std::min(deadline, after(2))) !=
           Result::kDone ||
       std::memcmp(banner.magic, kMagic, sizeof(kMagic)) != 0) {
-    excuse.set(Excuse::kNoAnswer, join("what listens on port ", port, " is not a rank 0"));
+    failure.set(JoinFailure::kNoAnswer, join("what listens on port ", port, " is not a rank 0"));
     return std::nullopt;
   }
   const Time limit = after(kHelloSeconds);
   Reply answer{};
   if (send_all(fd.get(), &hello, sizeof(hello), [=] { return limit; }) != Result::kDone ||
       receive_all(fd.get(), &answer, sizeof(answer), limit) != Result::kDone) {
-    excuse.set(Excuse::kNoAnswer, "rank 0 did not answer");
+    failure.set(JoinFailure::kNoAnswer, "rank 0 did not answer");
     return std::nullopt;
   }
   const std::string name =
@@ -347,7 +347,7 @@ std::optional<Member> try_join(const Address& address, int port, const Hello& he
   if (answer.code != kWelcome) {
     why = name + " refused this process: " + get(answer.reason);
     KDT_CHECK(answer.code != kRefused, why);
-    excuse.set(Excuse::kRefusal, why);
+    failure.set(JoinFailure::kRefusal, why);
     return std::nullopt;
   }
   // Once inside, process 0 says whether all have come.
@@ -355,7 +355,7 @@ std::optional<Member> try_join(const Address& address, int port, const Hello& he
       receive_all(fd.get(), &answer, sizeof(answer), after(timeout_s + kGraceSeconds));
   KDT_CHECK(result != Result::kTimedOut, name, " did not start the group within ", timeout_s, " s");
   if (result == Result::kClosed) {
-    excuse.set(Excuse::kRefusal, name + " has gone");
+    failure.set(JoinFailure::kRefusal, name + " has gone");
     return std::nullopt;
   }
   KDT_CHECK(answer.code == kWelcome, get(answer.reason));
@@ -376,25 +376,25 @@ std::vector<Member> gather_members(const Launch& launch, int ranks_each, double 
 Member join_members(const Launch& launch, int ranks_each, double timeout_s) {
   const Time deadline = after(timeout_s);
   const Hello hello = hello_of(launch, ranks_each);
-  Excuse excuse;
+  JoinFailure failure;
   while (true) {
     try {
       for (const Address& address : resolve(launch.master_addr)) {
         for (int i = 1; i <= kGroupPorts; ++i) {
           auto member =
-              try_join(address, launch.master_port + i, hello, timeout_s, deadline, excuse);
+              try_join(address, launch.master_port + i, hello, timeout_s, deadline, failure);
           if (member) return std::move(*member);
         }
       }
     } catch (const NoAddress& error) {  // a name may become known later
-      excuse.set(Excuse::kNobody, error.what());
+      failure.set(JoinFailure::kNobody, error.what());
     }
     if (steady_clock::now() >= deadline) break;
     std::this_thread::sleep_for(milliseconds(100));
   }
   throw Error(join(member_name(launch.rank, ranks_each, host_name(), getpid()),
                    " found no rank 0 at ", place(launch), ", within ", timeout_s,
-                   " s: ", excuse.text()));
+                   " s: ", failure.text()));
 }
 
 }  // namespace kdt::net

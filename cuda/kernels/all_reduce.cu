@@ -25,19 +25,19 @@ __device__ __forceinline__ float4 plus(float4 a, float4 b) {
 
 // The slot of `sender` in the inbox of `owner`.
 template <typename Unit>
-__device__ __forceinline__ Unit* slot(const PushMeeting& m, int owner, uint64_t call, int sender) {
+__device__ __forceinline__ Unit* slot(const PushContext& m, int owner, uint64_t call, int sender) {
   const int64_t parity = static_cast<int64_t>(call & 1);
   return reinterpret_cast<Unit*>(m.inboxes[owner] + (parity * m.size + sender) * m.slot_bytes);
 }
 
-__device__ __forceinline__ uint64_t* flag(const PushMeeting& m, int owner, int sender) {
+__device__ __forceinline__ uint64_t* flag(const PushContext& m, int owner, int sender) {
   unsigned char* flags = m.inboxes[owner] + 2 * m.size * m.slot_bytes;
   return reinterpret_cast<uint64_t*>(flags) + sender * kMaxPushBlocks + blockIdx.x;
 }
 
 // This call's number, from 1 on; 0 when the communicator has stopped: the block then ends without
 // sending, so that no rank takes what follows a failed sum for a sum. The same for the whole block.
-__device__ __forceinline__ uint64_t begin_call(const PushMeeting& m) {
+__device__ __forceinline__ uint64_t begin_call(const PushContext& m) {
   wait_for_previous_kernel();
   auto* shared = reinterpret_cast<uint64_t*>(shared_memory());
   if (threadIdx.x == 0) *shared = load_system(&m.state->stopped) != 0 ? 0 : m.state->calls + 1;
@@ -47,14 +47,14 @@ __device__ __forceinline__ uint64_t begin_call(const PushMeeting& m) {
 
 // Of the thread that is not needed for waiting. When all blocks have read the number of the call,
 // it is advanced.
-__device__ __forceinline__ void advance(const PushMeeting& m, uint64_t call) {
+__device__ __forceinline__ void advance(const PushContext& m, uint64_t call) {
   __threadfence();
   if (atomicAdd(&m.state->blocks, 1u) + 1 < gridDim.x) return;
   m.state->blocks = 0;
   m.state->calls = call;
 }
 
-__device__ __forceinline__ void wait_for(const PushMeeting& m, int sender, uint64_t call) {
+__device__ __forceinline__ void wait_for(const PushContext& m, int sender, uint64_t call) {
   const uint64_t* at = flag(m, m.rank, sender);
   uint64_t begin = 0;
   for (unsigned tries = 1; load_acquire_system(at) < call; ++tries) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void wait_for(const PushMeeting& m, int sender, uint6
 }
 
 // The block has pushed its piece: says so, and waits for the same piece of the others.
-__device__ __forceinline__ void meet(const PushMeeting& m, uint64_t call) {
+__device__ __forceinline__ void arrive_and_wait(const PushContext& m, uint64_t call) {
   __syncthreads();
   const int t = static_cast<int>(threadIdx.x);
   if (t < m.size && t != m.rank) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void meet(const PushMeeting& m, uint64_t call) {
 // from[begin ... end) goes to the same place of this rank's slot at the others, from the block's
 // threads.
 template <typename Unit>
-__device__ __forceinline__ void push(const PushMeeting& m, uint64_t call, const Unit* from,
+__device__ __forceinline__ void push(const PushContext& m, uint64_t call, const Unit* from,
                                      int64_t begin, int64_t end, int64_t step) {
   for (int64_t i = begin; i < end; i += step) {
     const Unit value = from[i];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void push(const PushMeeting& m, uint64_t call, const 
 
 // ((rank 0's + rank 1's) + rank 2's) + ..., the own part from `own`.
 template <typename Unit>
-__device__ __forceinline__ Unit ordered_sum(const PushMeeting& m, uint64_t call, const Unit* own,
+__device__ __forceinline__ Unit ordered_sum(const PushContext& m, uint64_t call, const Unit* own,
                                             int64_t i) {
   const Unit* const slots = slot<Unit>(m, m.rank, call, 0);
   const int64_t stride = m.slot_bytes / static_cast<int64_t>(sizeof(Unit));
@@ -116,30 +116,30 @@ __device__ __forceinline__ Unit ordered_sum(const PushMeeting& m, uint64_t call,
 
 template <typename Unit>
 __global__ __launch_bounds__(kThreads) void push_reduce_kernel(const PushReduceParams p) {
-  const uint64_t call = begin_call(p.meeting);
+  const uint64_t call = begin_call(p.context);
   if (call == 0) return;
   auto* x = reinterpret_cast<Unit*>(p.x);
   const int64_t count = p.count * 4 / static_cast<int64_t>(sizeof(Unit));
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  push<Unit>(p.meeting, call, x, first, count, step);
-  meet(p.meeting, call);
-  for (int64_t i = first; i < count; i += step) x[i] = ordered_sum<Unit>(p.meeting, call, x, i);
+  push<Unit>(p.context, call, x, first, count, step);
+  arrive_and_wait(p.context, call);
+  for (int64_t i = first; i < count; i += step) x[i] = ordered_sum<Unit>(p.context, call, x, i);
 }
 
 template <typename Unit>
 __global__ __launch_bounds__(kThreads) void push_gather_kernel(const PushGatherParams p) {
-  const uint64_t call = begin_call(p.meeting);
+  const uint64_t call = begin_call(p.context);
   if (call == 0) return;
   const auto* from = reinterpret_cast<const Unit*>(p.from);
   const int64_t count = p.bytes / static_cast<int64_t>(sizeof(Unit));
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  push<Unit>(p.meeting, call, from, first, count, step);
-  meet(p.meeting, call);
-  for (int sender = 0; sender < p.meeting.size; ++sender) {
+  push<Unit>(p.context, call, from, first, count, step);
+  arrive_and_wait(p.context, call);
+  for (int sender = 0; sender < p.context.size; ++sender) {
     const Unit* part =
-        sender == p.meeting.rank ? from : slot<Unit>(p.meeting, p.meeting.rank, call, sender);
+        sender == p.context.rank ? from : slot<Unit>(p.context, p.context.rank, call, sender);
     auto* to = reinterpret_cast<Unit*>(p.to + sender * p.to_stride);
     for (int64_t i = first; i < count; i += step) to[i] = part[i];
   }
@@ -157,7 +157,7 @@ __global__ void ordered_sum_kernel(const OrderedSumParams p) {
   if (first == 0 && p.progress != nullptr) *p.progress += 1;
 }
 
-int blocks_for(const PushMeeting& m, int64_t units) {
+int blocks_for(const PushContext& m, int64_t units) {
   const int64_t wanted = std::max<int64_t>(1, ceil_div(units, kThreads));
   return static_cast<int>(std::min<int64_t>(wanted, m.num_blocks));
 }
@@ -171,7 +171,7 @@ bool aligned(int64_t bytes, int64_t multiple, Pointers... pointers) {
 // A block of the emulator's runs to its end before the next begins, so those that wait for each
 // other must come in the same order.
 template <auto kKernel, typename Params>
-void launch_meeting(int blocks, int num_threads, int64_t shared_bytes, cudaStream_t stream,
+void launch_waiting(int blocks, int num_threads, int64_t shared_bytes, cudaStream_t stream,
                     const Params& params) {
 #ifdef KDT_EMULATOR
   const emulator::BlocksInOrder in_order;
@@ -185,10 +185,10 @@ void launch_meeting(int blocks, int num_threads, int64_t shared_bytes, cudaStrea
 void launch_push_reduce(const PushReduceParams& p, cudaStream_t stream) {
   if (p.count == 0) return;
   if (aligned(p.count * 4, 16, p.x)) {
-    launch_meeting<push_reduce_kernel<float4>>(blocks_for(p.meeting, p.count / 4), kThreads,
+    launch_waiting<push_reduce_kernel<float4>>(blocks_for(p.context, p.count / 4), kThreads,
                                                kSharedBytes, stream, p);
   } else {
-    launch_meeting<push_reduce_kernel<float>>(blocks_for(p.meeting, p.count), kThreads,
+    launch_waiting<push_reduce_kernel<float>>(blocks_for(p.context, p.count), kThreads,
                                               kSharedBytes, stream, p);
   }
 }
@@ -196,7 +196,7 @@ void launch_push_reduce(const PushReduceParams& p, cudaStream_t stream) {
 void launch_push_gather(const PushGatherParams& p, cudaStream_t stream) {
   if (p.bytes == 0) return;
   const auto run = [&]<typename Unit>(Unit) {
-    launch_meeting<push_gather_kernel<Unit>>(blocks_for(p.meeting, p.bytes / sizeof(Unit)),
+    launch_waiting<push_gather_kernel<Unit>>(blocks_for(p.context, p.bytes / sizeof(Unit)),
                                              kThreads, kSharedBytes, stream, p);
   };
   if (aligned(p.bytes | p.to_stride, 16, p.from, p.to)) {

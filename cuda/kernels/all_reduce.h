@@ -33,7 +33,7 @@ inline int64_t inbox_bytes(int64_t size, int64_t slot_bytes) {
 
 // What a call needs to meet the other ranks'. All of it stays the same, so that a captured graph
 // can be replayed.
-struct PushMeeting {
+struct PushContext {
   unsigned char* inboxes[kMaxPushRanks];  // [size], by owner, aligned to 16 bytes
   PushState* state;
   PushReport* report;
@@ -48,14 +48,14 @@ struct PushMeeting {
 // of at most its multiprocessors divided by their number.
 
 struct PushReduceParams {
-  PushMeeting meeting;
+  PushContext context;
   float* x;       // [count], becomes the sum of all ranks' in rank order
   int64_t count;  // at most slot_bytes / 4
 };
 void launch_push_reduce(const PushReduceParams& params, cudaStream_t stream);
 
 struct PushGatherParams {
-  PushMeeting meeting;
+  PushContext context;
   const unsigned char* from;  // [bytes]
   unsigned char* to;          // rank r's bytes at r * to_stride
   int64_t bytes, to_stride;   // bytes is at most slot_bytes

@@ -38,7 +38,7 @@ struct Thread {
 };
 
 // Where threads wait for others.
-struct Meeting {
+struct SyncPoint {
   const char* name = nullptr;
   Where where;
 };
@@ -47,7 +47,7 @@ struct Warp {
   int place = 0;                                          // in the block's order of warps
   uint32_t ready = 0, done = 0, at_barrier = 0, met = 0;  // lanes
   uint32_t waiting = 0;                                   // in let_others_run
-  Meeting meeting;
+  SyncPoint sync_point;
   Table in, out;
 };
 
@@ -66,7 +66,7 @@ struct Machine {
   bool some_waiting = false;  // in let_others_run
   int in_order = 0;           // objects of BlocksInOrder
   int num_at_barrier = 0, num_done = 0;
-  Meeting barrier;
+  SyncPoint barrier;
   std::exception_ptr error;
   const std::function<void()>* body = nullptr;
   uint64_t state = 0;  // of random numbers
@@ -94,13 +94,13 @@ struct Machine {
 thread_local Machine machine;
 thread_local std::optional<Graph> captured;
 
-std::string text(const Meeting& meeting) {
-  const std::string file = meeting.where.file_name();
-  return std::string(meeting.name) + " (" + file.substr(file.rfind('/') + 1) + ":" +
-         std::to_string(meeting.where.line()) + ")";
+std::string text(const SyncPoint& sync_point) {
+  const std::string file = sync_point.where.file_name();
+  return std::string(sync_point.name) + " (" + file.substr(file.rfind('/') + 1) + ":" +
+         std::to_string(sync_point.where.line()) + ")";
 }
 
-bool same(const Meeting& a, const Meeting& b) {
+bool same(const SyncPoint& a, const SyncPoint& b) {
   const auto equal = [](const char* x, const char* y) { return x == y || std::strcmp(x, y) == 0; };
   return a.where.line() == b.where.line() && equal(a.name, b.name) &&
          equal(a.where.file_name(), b.where.file_name());
@@ -167,7 +167,7 @@ int take_thread() {
   for (int w = 0; w < m.num_warps(); ++w) {
     if (m.warps[w].met == 0) continue;
     what += (what.back() == ' ' ? "" : ", ") + std::to_string(__builtin_popcount(m.warps[w].met)) +
-            " lanes of warp " + std::to_string(w) + " at " + text(m.warps[w].meeting);
+            " lanes of warp " + std::to_string(w) + " at " + text(m.warps[w].sync_point);
   }
   fail(what);
 }
@@ -316,7 +316,7 @@ unsigned char* shared_at(uint32_t offset, uint32_t bytes, uint32_t alignment) {
 
 void sync_block(Where where) {
   Machine& m = machine;
-  const Meeting mine = {"__syncthreads", where};
+  const SyncPoint mine = {"__syncthreads", where};
   if (m.num_at_barrier == 0) m.barrier = mine;
   if (!same(m.barrier, mine))
     fail("threads of one block are at " + text(m.barrier) + " and at " + text(mine));
@@ -332,10 +332,10 @@ void detail::meet_warp(const char* name, const uint32_t* in, int num_in, uint32_
   Machine& m = machine;
   Warp& warp = m.warp();
   const int lane = m.current % kWarp;
-  const Meeting mine = {name, where};
-  if (warp.met == 0) warp.meeting = mine;
-  if (!same(warp.meeting, mine))
-    fail("lanes of one warp are at " + text(warp.meeting) + " and at " + text(mine));
+  const SyncPoint mine = {name, where};
+  if (warp.met == 0) warp.sync_point = mine;
+  if (!same(warp.sync_point, mine))
+    fail("lanes of one warp are at " + text(warp.sync_point) + " and at " + text(mine));
   std::memcpy(warp.in[lane], in, num_in * sizeof(uint32_t));
   warp.met |= 1u << lane;
   if (warp.met == 0xFFFFFFFFu) {
@@ -345,7 +345,7 @@ void detail::meet_warp(const char* name, const uint32_t* in, int num_in, uint32_
   } else {
     pause();
   }
-  // The next meeting cannot end before every lane has left this one, since all must arrive.
+  // The next exchange cannot end before every lane has left this one, since all must arrive.
   std::memcpy(out, warp.out[lane], num_out * sizeof(uint32_t));
 }
 

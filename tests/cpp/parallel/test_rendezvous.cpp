@@ -253,44 +253,44 @@ KDT_TEST(rank_0_tells_of_the_last_refusal_of_each_process) {
 KDT_TEST(rank_0_forgets_the_refusal_of_a_process_that_comes_right) {
   const int port = next_master_port();
   Processes processes(1, [&](int rank) { return join_and_meet(launch_of(rank, 3, port), 1); });
-  const int wrong = dial(port + 1), stranger = dial(port + 1), right = dial(port + 1);
+  const int wrong = dial(port + 1), other = dial(port + 1), right = dial(port + 1);
   say(wrong, hello(2, port, 9, 1));
-  say(stranger, hello(3, port, 1));
-  for (const int fd : {wrong, stranger}) EXPECT_EQ(hear(fd, 16 + 512).size(), size_t{16 + 512});
+  say(other, hello(3, port, 1));
+  for (const int fd : {wrong, other}) EXPECT_EQ(hear(fd, 16 + 512).size(), size_t{16 + 512});
   say(right, hello(2, port, 1, 2));
   const std::string told = join("rank 1 of 3 did not come to 127.0.0.1, port ", port + 1,
                                 ", within 1 s; refused of other numbers: 1");
   EXPECT(holds(hear(right, 16 + 2 * 512), told));
   EXPECT_EQ(processes.result(0), "threw: " + told);
-  for (const int fd : {wrong, stranger, right}) close(fd);
+  for (const int fd : {wrong, other, right}) close(fd);
 }
 
-KDT_TEST(strangers_do_not_disturb) {
+KDT_TEST(unknown_peers_do_not_disturb) {
   const int port = next_master_port();
   Clock clock;
   Processes processes(3, [&](int rank) {
-    const rlimit few{100, 100};  // fewer descriptors than strangers
+    const rlimit few{100, 100};  // fewer descriptors than peers
     setrlimit(RLIMIT_NOFILE, &few);
     if (rank == 2) sleep_ms(1200);
     return join_and_meet(launch_of(rank, 3, port), kLong);
   });
-  std::vector<int> strangers;
-  for (int i = 0; i < 150; ++i) strangers.push_back(dial(port + 1));  // says nothing
-  say(strangers[149], "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
-  say(strangers[148], std::string(1 << 20, '\xff'));
-  say(strangers[147], std::string("KDTGROUP") + std::string(1 << 20, '\xff'));
-  say(strangers[146], hello(2, port, 1).substr(0, 100));  // and no more
-  EXPECT_EQ(hear(strangers[149], 16).substr(0, 8), "KDTGROUP");
-  EXPECT_EQ(hear(strangers[149], 1), "");  // it was sent away
-  say(strangers[145], hello(2, port, 9));
-  EXPECT(holds(hear(strangers[145], 16 + 512), "the group speaks version 1 of the protocol"));
-  say(strangers[144], hello(0, port, 1));
-  EXPECT(holds(hear(strangers[144], 16 + 512), "its number is 0"));
-  say(strangers[143], hello(3, port, 1));
-  EXPECT(holds(hear(strangers[143], 16 + 512), "its number is 3"));
+  std::vector<int> peers;
+  for (int i = 0; i < 150; ++i) peers.push_back(dial(port + 1));  // says nothing
+  say(peers[149], "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+  say(peers[148], std::string(1 << 20, '\xff'));
+  say(peers[147], std::string("KDTGROUP") + std::string(1 << 20, '\xff'));
+  say(peers[146], hello(2, port, 1).substr(0, 100));  // and no more
+  EXPECT_EQ(hear(peers[149], 16).substr(0, 8), "KDTGROUP");
+  EXPECT_EQ(hear(peers[149], 1), "");  // it was sent away
+  say(peers[145], hello(2, port, 9));
+  EXPECT(holds(hear(peers[145], 16 + 512), "the group speaks version 1 of the protocol"));
+  say(peers[144], hello(0, port, 1));
+  EXPECT(holds(hear(peers[144], 16 + 512), "its number is 0"));
+  say(peers[143], hello(3, port, 1));
+  EXPECT(holds(hear(peers[143], 16 + 512), "its number is 3"));
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(processes.result(rank), "right");
   EXPECT(clock.ms() < 4500);  // not until the silent ones are sent away
-  for (const int fd : strangers) close(fd);
+  for (const int fd : peers) close(fd);
 }
 
 KDT_TEST(member_that_breaks_the_protocol) {
