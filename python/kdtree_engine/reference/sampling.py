@@ -1,0 +1,92 @@
+"""Choosing a token from logits: temperature, top-k, min-p, top-p, and a number for each position.
+
+The number depends on the seed and the position alone, so the text depends on (seed, prompt,
+options) alone, and a draft tree gives the tokens of plain decoding.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+_STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """A step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, with Stafford's mixer 13)."""
+    z = (x + _STEP) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that chooses the token at `position` of prompt and output, from 0.
+
+    0 <= seed < 2**63. It has 53 bits: element `position` of a SplitMix64 stream that the seed
+    begins at a place of its own.
+    """
+    return (_mix((_mix(seed) + position * _STEP) & _WORD) >> 11) * 2.0**-53
+
+
+def _nucleus(
+    logits: npt.ArrayLike, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[I64, F64]:
+    """The ids that can be drawn, likeliest first, and exp((logit - greatest) / temperature) of
+    each; none for a row without a distribution."""
+    for name, value, fits, want in (
+        ("temperature", temperature, 0.001 <= temperature <= 1000, "0.001 to 1000"),
+        ("top_k", top_k, top_k >= 0, "at least 0"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, 0 <= min_p <= 1, "0 to 1"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is {value}, want {want}")
+    x = np.array(logits, dtype=np.float64)
+    x[np.isnan(x)] = -np.inf
+    if not np.isfinite(x.max()):
+        return np.empty(0, np.int64), np.empty(0)
+    ids = np.argsort(-x, kind="stable")
+    weights = np.exp((x[ids] - x[ids[0]]) / temperature)
+    kept = int((weights >= min_p).sum())  # the greatest weight is 1
+    if top_k:
+        kept = min(kept, top_k)
+    if top_p < 1:
+        mass = weights[:kept].cumsum()
+        kept = int((mass < top_p * mass[-1]).sum()) + 1
+    return ids[:kept], weights[:kept]
+
+
+def distribution(
+    logits: npt.ArrayLike,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> F64:
+    """[V] the probability of each token under logits [V]; zeros where there is no distribution.
+
+    Of the tokens by logit, equals by lower id, the first `top_k` (0: all) stay whose probability
+    in softmax(logits / temperature) is at least `min_p` times the greatest; of those the shortest
+    prefix that holds at least `top_p` of their mass (1: all). NaN counts as -inf; a row whose
+    greatest logit is not finite has no distribution. Raises ValueError for an option out of range.
+    """
+    ids, weights = _nucleus(logits, temperature, top_k, top_p, min_p)
+    probabilities = np.zeros(np.shape(logits))
+    probabilities[ids] = weights / weights.sum()
+    return probabilities
+
+
+def draw(
+    logits: npt.ArrayLike, temperature: float, top_k: int, top_p: float, min_p: float, u: float
+) -> int:
+    """The token that `u` in [0, 1) chooses from `distribution`, -1 where there is none.
+
+    It is the first, by logit and then by lower id, whose cumulative mass exceeds u times the whole.
+    """
+    ids, weights = _nucleus(logits, temperature, top_k, top_p, min_p)
+    if not ids.size:
+        return -1
+    mass = weights.cumsum()
+    return int(ids[(mass <= u * mass[-1]).sum()])
