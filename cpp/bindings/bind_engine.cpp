@@ -313,21 +313,33 @@ void register_engine(py::module_& module) {
   field("tree_budget", &RequestOptions::tree_budget, integer<int64_t>);
   field("tree_topk", &RequestOptions::tree_topk, integer<int64_t>);
   field("draft_temperature", &RequestOptions::draft_temperature, number);
-  options.def(py::init([](py::handle max_tokens, py::handle stop_token_ids, py::handle ignore_eos,
-                          py::handle method, py::handle tree_budget, py::handle tree_topk,
-                          py::handle draft_temperature) {
-                return RequestOptions{
-                    .max_tokens = integer("max_tokens", max_tokens),
-                    .stop_token_ids = integers("stop_token_ids", stop_token_ids),
-                    .ignore_eos = boolean("ignore_eos", ignore_eos),
-                    .method = text("method", method),
-                    .tree_budget = integer("tree_budget", tree_budget),
-                    .tree_topk = integer("tree_topk", tree_topk),
-                    .draft_temperature = number("draft_temperature", draft_temperature)};
-              }),
-              py::arg("max_tokens") = 16, py::arg("stop_token_ids") = py::tuple(),
-              py::arg("ignore_eos") = false, py::arg("method") = "", py::arg("tree_budget") = 0,
-              py::arg("tree_topk") = 0, py::arg("draft_temperature") = 1.0);
+  field("temperature", &RequestOptions::temperature, number);
+  field("top_k", &RequestOptions::top_k, integer<int64_t>);
+  field("top_p", &RequestOptions::top_p, number);
+  field("min_p", &RequestOptions::min_p, number);
+  field("seed", &RequestOptions::seed, integer<int64_t>);
+  options.def(
+      py::init([](py::handle max_tokens, py::handle stop_token_ids, py::handle ignore_eos,
+                  py::handle method, py::handle tree_budget, py::handle tree_topk,
+                  py::handle draft_temperature, py::handle temperature, py::handle top_k,
+                  py::handle top_p, py::handle min_p, py::handle seed) {
+        return RequestOptions{.max_tokens = integer("max_tokens", max_tokens),
+                              .stop_token_ids = integers("stop_token_ids", stop_token_ids),
+                              .ignore_eos = boolean("ignore_eos", ignore_eos),
+                              .method = text("method", method),
+                              .tree_budget = integer("tree_budget", tree_budget),
+                              .tree_topk = integer("tree_topk", tree_topk),
+                              .draft_temperature = number("draft_temperature", draft_temperature),
+                              .temperature = number("temperature", temperature),
+                              .top_k = integer("top_k", top_k),
+                              .top_p = number("top_p", top_p),
+                              .min_p = number("min_p", min_p),
+                              .seed = integer("seed", seed)};
+      }),
+      py::arg("max_tokens") = 16, py::arg("stop_token_ids") = py::tuple(),
+      py::arg("ignore_eos") = false, py::arg("method") = "", py::arg("tree_budget") = 0,
+      py::arg("tree_topk") = 0, py::arg("draft_temperature") = 1.0, py::arg("temperature") = 0.0,
+      py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0, py::arg("seed") = 0);
 
   py::class_<VerifiedTree>(module, "Tree")
       .def_property_readonly("tokens", tree_array<&DraftTree::tokens>())

@@ -23,6 +23,11 @@ void visit_fields(Fields& c, const Visit& visit) {
   visit(c.options.tree_budget);
   visit(c.options.tree_topk);
   visit(c.options.draft_temperature);
+  visit(c.options.temperature);
+  visit(c.options.top_k);
+  visit(c.options.top_p);
+  visit(c.options.min_p);
+  visit(c.options.seed);
 }
 
 template <typename T>

@@ -16,6 +16,12 @@ void DraftTree::truncate(int64_t count) {
   }
 }
 
+int32_t DraftTree::child(int32_t slot, int32_t token) const {
+  int32_t child = first_child.empty() ? -1 : first_child[slot];
+  while (child >= 0 && tokens[child] != token) child = next_sibling[child];
+  return child;
+}
+
 // How deep a tree may go: not past the block, the budget, the last token asked for, or the
 // drafter's positions.
 int64_t Engine::draft_depth(const Request& request) const {
@@ -177,13 +183,21 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
                       tree.parents[slot]);
     }
   }
-  const bool typical = forward_and_choose();
-  const std::vector<int32_t> tokens = chosen_tokens(batch_->num_rows());
+  const bool greedy = std::all_of(requests.begin(), requests.end(),
+                                  [](const Request* request) { return request->is_greedy(); });
+  const bool typical = greedy ? forward_and_choose() : forward();
+  std::vector<int32_t> tokens;
+  if (greedy) tokens = chosen_tokens(batch_->num_rows());
   target_tokens.clear();
   int64_t row = 0;
-  for (const StepOutput* output : outputs) {
-    const int64_t count = std::max<int64_t>(1, output->tree.num_nodes());
-    target_tokens.emplace_back(tokens.begin() + row, tokens.begin() + row + count);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const DraftTree& tree = outputs[i]->tree;
+    const int64_t count = std::max<int64_t>(1, tree.num_nodes());
+    if (greedy) {
+      target_tokens.emplace_back(tokens.begin() + row, tokens.begin() + row + count);
+    } else {
+      target_tokens.push_back(next_tokens(*requests[i], tree, row));
+    }
     row += count;
   }
   ++stats_.target_forwards;

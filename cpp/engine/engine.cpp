@@ -8,6 +8,7 @@
 #include "backend/checks.h"
 #include "core/clock.h"
 #include "engine/limits.h"
+#include "engine/sampler.h"
 #include "io/xxh64.h"
 
 namespace kdt {
@@ -71,6 +72,16 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
         {shard_.size * std::max(2 * max_rows_, kLogitRows * target_->vocab_local())});
   }
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
+  const int64_t block = draft_ ? draft_->config().block_size : 1;
+  const int64_t candidates = std::max(kLogitRows * kSampleCandidates, (block - 1) * kMaxTreeBudget);
+  logprobs_ = backend_->allocate(DType::kFloat32, {candidates});
+  candidate_ids_ = backend_->allocate(DType::kInt32, {candidates});
+  if (communicator_) {
+    part_topk_ =
+        backend_->allocate(DType::kInt32, {2 * candidates + std::max(kLogitRows, block - 1)});
+    const int64_t needed = shard_.size * part_topk_.tensor.numel();
+    if (gathered_.tensor.numel() < needed) gathered_ = backend_->allocate(DType::kInt32, {needed});
+  }
   constexpr int64_t kMaxSlots = kMaxTreeBudget + 1;
   tree_ints_ = backend_->allocate(DType::kInt32,
                                   {std::max(2 + 5 * kMaxSlots, blocks_per_slot_ + 2 * kMaxSlots)});
@@ -78,23 +89,15 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
   for (int64_t slot = max_num_seqs_ - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   passes_ = std::make_unique<RecordedPasses>(*backend_);
   if (!draft_) return;
-  const int64_t block = draft_->config().block_size;
   draft_batch_ =
       std::make_unique<RowBatch>(*backend_, max_num_seqs_ * block, max_num_seqs_, blocks_per_slot_);
   context_batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, 1, blocks_per_slot_);
-  logprobs_ = backend_->allocate(DType::kFloat32, {(block - 1) * kMaxTreeBudget});
-  candidate_ids_ = backend_->allocate(DType::kInt32, {(block - 1) * kMaxTreeBudget});
   draft_logits_ =
       backend_->allocate(DType::kFloat32, {max_num_seqs_ * (block - 1), target_->vocab_local()});
   const int64_t width = target_->features(1).dim(1);
   const int64_t pending_rows = std::max(max_rows_, std::min(kPendingRows, max_model_len_));
   for (int64_t slot = 0; slot < max_num_seqs_; ++slot) {
     pending_features_.push_back(backend_->allocate(DType::kFloat32, {pending_rows, width}));
-  }
-  if (communicator_) {
-    part_topk_ = backend_->allocate(DType::kInt32, {(block - 1) * (2 * kMaxTreeBudget + 1)});
-    const int64_t needed = shard_.size * part_topk_.tensor.numel();
-    if (gathered_.tensor.numel() < needed) gathered_ = backend_->allocate(DType::kInt32, {needed});
   }
   // Taking memory may wait for a device on which another rank's sum waits for this one.
   if (group_ != nullptr) group_->barrier();
@@ -179,6 +182,7 @@ Method Engine::checked_method(const RequestOptions& o) const {
                          o.draft_temperature <= 1e3,
                      "draft_temperature is ", o.draft_temperature, "; want 0.001 to 1000");
   check_token_ids("stop_token_ids", o.stop_token_ids);
+  check_sampling(o);
   if (o.method == "none" || (o.method.empty() && !draft_)) {
     KDT_CHECK_ARGUMENT(o.tree_budget == 0, "method is 'none', but tree_budget is ", o.tree_budget);
     KDT_CHECK_ARGUMENT(o.tree_topk == 0, "method is 'none', but tree_topk is ", o.tree_topk);
@@ -324,10 +328,10 @@ void Engine::commit_tokens(Request& request, const std::vector<int32_t>& tokens,
   }
 }
 
-void Engine::forward() {
+bool Engine::forward() {
   batch_->upload();
-  passes_->run({kForward, batch_->num_rows(), batch_->num_sequences()},
-               [&] { target_->forward(*batch_, *target_cache_); });
+  return passes_->run({kForward, batch_->num_rows(), batch_->num_sequences()},
+                      [&] { target_->forward(*batch_, *target_cache_); });
 }
 
 void Engine::prefill(Request& request, StepOutput& output) {
@@ -347,8 +351,7 @@ void Engine::prefill(Request& request, StepOutput& output) {
   stats_.prefill_tokens += count;
   ++stats_.target_forwards;
   if (!request.prefilling()) {
-    choose_tokens(count - 1, 1);
-    commit_tokens(request, chosen_tokens(1), output);
+    commit_tokens(request, next_tokens(request, {}, count - 1), output);
     output.accept_length = 1;
   }
   output.verify_ms = clock.ms();
@@ -368,7 +371,7 @@ void Engine::prefill_spare(const char* name, const std::vector<int64_t>& token_i
     batch_->begin_sequence(begin, block_table(spare_slot()));
     batch_->add_chain(ids.data() + begin, count, begin);
     forward();
-    if (logits != nullptr) append_logits(count, *logits);
+    if (logits != nullptr) append_logits(0, count, *logits);
   }
 }
 
@@ -411,7 +414,7 @@ std::vector<float> Engine::tree_logits(const std::vector<int64_t>& prefix,
   }
   forward();
   std::vector<float> out;
-  append_logits(slots, out);
+  append_logits(0, slots, out);
   return out;
 }
 

@@ -106,16 +106,24 @@ class Engine {
   // The passes that are recorded.
   enum Pass : uint8_t { kForward, kVerify, kDraft };
 
-  // Uploads batch_ and runs the target over it.
-  void forward();
-  // As forward(), and chooses each row's next token. Returns what RecordedPasses::run does.
+  // Uploads batch_ and runs the target over it. Returns what RecordedPasses::run does.
+  bool forward();
+  // As forward(), and chooses each row's next token.
   bool forward_and_choose();
   // The target's next tokens after the pass's rows [begin, begin + count): chooses them on the back
   // end, then fetches them.
   void choose_tokens(int64_t begin, int64_t count);
   std::vector<int32_t> chosen_tokens(int64_t count);
-  void append_logits(int64_t num_rows, std::vector<float>& out);
-  // The `width` most probable tokens of each row of drafted logits.
+  // The target's tokens after the slots of a request's tree, or after its last row where that is
+  // empty, which are the pass's rows from `first_row` on. -1 for a row whose logits are no numbers,
+  // and when sampling for slots that the walk does not come to.
+  std::vector<int32_t> next_tokens(const Request& request, const DraftTree& tree,
+                                   int64_t first_row);
+  std::vector<int32_t> sampled_tokens(const Request& request, const DraftTree& tree,
+                                      int64_t first_row);
+  // Appends the logits of the pass's rows [begin, begin + count).
+  void append_logits(int64_t begin, int64_t count, std::vector<float>& out);
+  // The most probable tokens of each row of logits.
   void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
                          const Tensor& ids);
   // Caches the tokens in the spare slot; their logits go to the end of `logits` unless it is null.

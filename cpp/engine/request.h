@@ -15,17 +15,23 @@ inline constexpr int64_t kMaxAutoBudget = 64;
 
 struct RequestOptions {
   int64_t max_tokens = 16;
-  std::vector<int64_t> stop_token_ids;
+  std::vector<int64_t> stop_token_ids = {};
   // Do not stop at the checkpoint's own eos ids.
   bool ignore_eos = false;
   // "none", "dflash", "ddtree"; "": "ddtree" with a drafter, else "none".
-  std::string method;
+  std::string method = {};
   // Most draft nodes below the root; 0: chosen each round (dflash: the whole block).
   int64_t tree_budget = 0;
   // Candidates of a depth, at most the budget; 0: as many as the budget.
   int64_t tree_topk = 0;
   // Divides the drafter's logits: changes the tree, never the output. 1 without a tree.
   double draft_temperature = 1.0;
+  // How the target's token is chosen (engine/sampler.h). 0: the likeliest, whatever the others are.
+  double temperature = 0;
+  int64_t top_k = 0;  // 0: all
+  double top_p = 1;
+  double min_p = 0;
+  int64_t seed = 0;
 };
 
 // A draft tree on the host. Arrays are indexed by slot; slot 0 is the root.
@@ -37,6 +43,8 @@ struct DraftTree {
   // Keeps the first `count` slots. Slots are in best-first order, so this is the tree of budget
   // count - 1.
   void truncate(int64_t count);
+  // The child of `slot` that carries the token; -1: none.
+  int32_t child(int32_t slot, int32_t token) const;
 };
 
 struct StepOutput {
@@ -69,6 +77,7 @@ struct Request {
   int64_t num_pending = 0;  // rows of features after those
 
   bool prefilling() const { return num_cached < prompt_length; }
+  bool is_greedy() const { return options.temperature == 0; }
   bool is_auto() const { return method == Method::kTree && options.tree_budget == 0; }
 };
 

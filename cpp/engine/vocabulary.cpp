@@ -4,6 +4,7 @@
 
 #include "engine/engine.h"
 #include "engine/limits.h"
+#include "engine/sampler.h"
 
 namespace kdt {
 
@@ -54,17 +55,60 @@ std::vector<int32_t> Engine::chosen_tokens(int64_t count) {
   return tokens;
 }
 
-void Engine::append_logits(int64_t num_rows, std::vector<float>& out) {
-  const int64_t part = target_->vocab_local();
-  std::vector<float> parts;
-  for (int64_t row = 0; row < num_rows; row += kLogitRows) {
-    const int64_t rows = std::min(kLogitRows, num_rows - row);
+std::vector<int32_t> Engine::next_tokens(const Request& request, const DraftTree& tree,
+                                         int64_t first_row) {
+  if (!request.is_greedy()) return sampled_tokens(request, tree, first_row);
+  const int64_t slots = std::max<int64_t>(1, tree.num_nodes());
+  choose_tokens(first_row, slots);
+  return chosen_tokens(slots);
+}
+
+std::vector<int32_t> Engine::sampled_tokens(const Request& request, const DraftTree& tree,
+                                            int64_t first_row) {
+  const RequestOptions& options = request.options;
+  const int64_t slots = std::max<int64_t>(1, tree.num_nodes());
+  const int64_t width = std::min(kSampleCandidates, config_.vocab_size);
+  std::vector<float> logprobs(slots * width);
+  std::vector<int32_t> ids(slots * width);
+  for (int64_t slot = 0; slot < slots; slot += kLogitRows) {
+    const int64_t rows = std::min(kLogitRows, slots - slot), row = first_row + slot;
     const Tensor logits = logits_.tensor.rows(0, rows);
     target_->lm_head(target_->hidden(row + rows).rows(row, rows), logits);
-    const size_t begin = out.size();
-    out.resize(begin + rows * config_.vocab_size);
+    const Tensor some = logprobs_.tensor.rows(0, rows * width).view({rows, width});
+    const Tensor some_ids = candidate_ids_.tensor.rows(0, rows * width).view({rows, width});
+    choose_candidates(logits, options.temperature, some, some_ids);
+    backend_->download(logprobs.data() + slot * width, some);
+    backend_->download(ids.data() + slot * width, some_ids);
+  }
+
+  const auto length = static_cast<int64_t>(request.token_ids.size());
+  const auto token_of = [&](int32_t slot) {
+    const double uniform = uniform_at(options.seed, length + (slot == 0 ? 0 : tree.depths[slot]));
+    const auto index = draw({logprobs.data() + slot * width, static_cast<size_t>(width)},
+                            width == config_.vocab_size, options, uniform);
+    if (index) return *index < 0 ? -1 : ids[slot * width + *index];
+    std::vector<float> logits;
+    append_logits(first_row + slot, 1, logits);
+    const SortedRow all(logits, options.temperature);
+    return all.ids[*draw(all.logprobs, true, options, uniform)];
+  };
+  std::vector<int32_t> tokens(slots, -1);
+  for (int32_t slot = 0; slot >= 0; slot = tree.child(slot, tokens[slot]))
+    tokens[slot] = token_of(slot);
+  return tokens;
+}
+
+void Engine::append_logits(int64_t begin, int64_t count, std::vector<float>& out) {
+  const int64_t part = target_->vocab_local();
+  std::vector<float> parts;
+  for (int64_t row = begin; row < begin + count; row += kLogitRows) {
+    const int64_t rows = std::min(kLogitRows, begin + count - row);
+    const Tensor logits = logits_.tensor.rows(0, rows);
+    target_->lm_head(target_->hidden(row + rows).rows(row, rows), logits);
+    const size_t at = out.size();
+    out.resize(at + rows * config_.vocab_size);
     if (!communicator_) {
-      backend_->download(out.data() + begin, logits);
+      backend_->download(out.data() + at, logits);
       continue;
     }
     const Tensor all(gathered_.tensor.raw(), DType::kFloat32, {shard_.size, rows, part});
@@ -74,7 +118,7 @@ void Engine::append_logits(int64_t num_rows, std::vector<float>& out) {
     for (int64_t rank = 0; rank < shard_.size; ++rank) {
       for (int64_t r = 0; r < rows; ++r) {
         std::copy_n(parts.data() + (rank * rows + r) * part, part,
-                    out.data() + begin + r * config_.vocab_size + rank * part);
+                    out.data() + at + r * config_.vocab_size + rank * part);
       }
     }
   }

@@ -26,6 +26,12 @@ class RequestOptions:
     tree_topk: int  # candidates a depth, 1 to the budget (64: "auto"), 0: as many as the budget
     # Divides the drafter's logits, 0.001 to 1000; never changes the output. 1 without a tree.
     draft_temperature: float
+    # Tokens are drawn as `kdtree_engine.reference.sampling` says; greedy: these have no effect.
+    temperature: float  # 0: greedy, else 0.001 to 1000
+    top_k: int  # >= 0, 0: all
+    top_p: float  # above 0 and at most 1
+    min_p: float  # 0 to 1
+    seed: int  # 0 to 2**63 - 1
     def __init__(
         self,
         max_tokens: int = 16,
@@ -35,6 +41,11 @@ class RequestOptions:
         tree_budget: int = 0,
         tree_topk: int = 0,
         draft_temperature: float = 1.0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
     ) -> None: ...
 
 class Tree:

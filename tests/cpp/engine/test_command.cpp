@@ -20,7 +20,12 @@ Command full() {
                .method = "ddtree",
                .tree_budget = 60,
                .tree_topk = 8,
-               .draft_temperature = 0.75};
+               .draft_temperature = 0.75,
+               .temperature = 0.6,
+               .top_k = 40,
+               .top_p = 0.95,
+               .min_p = 0.05,
+               .seed = int64_t{1} << 62};
   return c;
 }
 
@@ -39,6 +44,11 @@ KDT_TEST(what_was_sent_arrives) {
     EXPECT_EQ(got.options.tree_budget, sent.options.tree_budget);
     EXPECT_EQ(got.options.tree_topk, sent.options.tree_topk);
     EXPECT_EQ(got.options.draft_temperature, sent.options.draft_temperature);
+    EXPECT_EQ(got.options.temperature, sent.options.temperature);
+    EXPECT_EQ(got.options.top_k, sent.options.top_k);
+    EXPECT_EQ(got.options.top_p, sent.options.top_p);
+    EXPECT_EQ(got.options.min_p, sent.options.min_p);
+    EXPECT_EQ(got.options.seed, sent.options.seed);
   }
 }
 

@@ -1,0 +1,92 @@
+#include "engine/sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "backend/checks.h"
+
+namespace kdt {
+namespace {
+
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
+
+uint64_t mix(uint64_t x) {
+  x += kGolden;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+void check_sampling(const RequestOptions& o) {
+  // Comparisons that a NaN fails.
+  KDT_CHECK_ARGUMENT(o.temperature == 0 || (o.temperature >= 1e-3 && o.temperature <= 1e3),
+                     "temperature is ", o.temperature, "; want 0 (greedy) or 0.001 to 1000");
+  KDT_CHECK_ARGUMENT(o.top_k >= 0, "top_k is ", o.top_k, "; want at least 1, or 0 for all");
+  KDT_CHECK_ARGUMENT(o.top_p > 0 && o.top_p <= 1, "top_p is ", o.top_p,
+                     "; want above 0, at most 1");
+  KDT_CHECK_ARGUMENT(o.min_p >= 0 && o.min_p <= 1, "min_p is ", o.min_p, "; want 0 to 1");
+  KDT_CHECK_ARGUMENT(o.seed >= 0, "seed is ", o.seed, "; want at least 0");
+}
+
+double uniform_at(int64_t seed, int64_t position) {
+  const uint64_t state =
+      mix(static_cast<uint64_t>(seed)) + static_cast<uint64_t>(position) * kGolden;
+  return static_cast<double>(mix(state) >> 11) * 0x1p-53;
+}
+
+std::optional<int64_t> draw(std::span<const float> logprobs, bool complete, const RequestOptions& o,
+                            double uniform) {
+  if (logprobs.empty() || !std::isfinite(logprobs[0])) return -1;
+  const auto known = static_cast<int64_t>(logprobs.size());
+  const int64_t most = o.top_k > 0 ? std::min(o.top_k, known) : known;
+  const double least = o.min_p * std::exp(static_cast<double>(logprobs[0]));
+  std::vector<double> mass;  // of the first tokens that are kept
+  for (const float logprob : logprobs.first(most)) {
+    const double p = std::exp(static_cast<double>(logprob));
+    if (p < least) break;
+    mass.push_back(p + (mass.empty() ? 0 : mass.back()));
+  }
+  auto left = static_cast<int64_t>(mass.size());
+  const bool all_kept_known = complete || left < most || (o.top_k > 0 && o.top_k <= known);
+  const bool all_kept = o.top_k == 0 && o.min_p == 0;
+  if (!all_kept_known && !all_kept) return std::nullopt;
+
+  double total = all_kept_known ? mass.back() : 1;
+  const auto end = std::lower_bound(mass.begin(), mass.end(), o.top_p * total);
+  const bool nucleus_known = end != mass.end();
+  if (nucleus_known) {
+    left = end - mass.begin() + 1;
+    total = *end;
+  } else if (o.top_p < 1) {
+    return std::nullopt;
+  }
+  const int64_t index =
+      std::upper_bound(mass.begin(), mass.begin() + left, uniform * total) - mass.begin();
+  if (index < left) return index;
+  if (nucleus_known) return left - 1;  // a product that was rounded up
+  return std::nullopt;
+}
+
+SortedRow::SortedRow(std::span<const float> logits, double temperature)
+    : ids(logits.size()), logprobs(logits.size()) {
+  std::vector<float> values(logits.begin(), logits.end());
+  for (float& value : values) {
+    if (std::isnan(value)) value = -std::numeric_limits<float>::infinity();
+  }
+  std::iota(ids.begin(), ids.end(), 0);
+  std::stable_sort(ids.begin(), ids.end(),
+                   [&](int32_t a, int32_t b) { return values[a] > values[b]; });
+  const double top = values[ids[0]];
+  double sum = 0;
+  for (const int32_t id : ids) sum += std::exp((values[id] - top) / temperature);
+  const double log_sum = std::log(sum);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    logprobs[i] = static_cast<float>((values[ids[i]] - top) / temperature - log_sum);
+  }
+}
+
+}  // namespace kdt

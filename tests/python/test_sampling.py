@@ -1,0 +1,151 @@
+"""Sampled decoding: the law of the target, draws that numpy makes too, and trees as plain."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdtree_engine
+from kdtree_engine.reference import sampling
+
+_core: Any = pytest.importorskip("kdtree_engine._core")
+if not hasattr(_core, "op_linear"):
+    pytest.skip("the compiled module is not built", allow_module_level=True)
+
+METHODS = [("dflash", 0), ("ddtree", 1), ("ddtree", 8), ("ddtree", 64), ("ddtree", 256)]
+METHODS += [("ddtree", 0)]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.95},
+    {"temperature": 1.5, "top_k": 5},
+    {"temperature": 1.0, "top_k": 200, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.02},
+    {"temperature": 4.0, "top_p": 0.999, "min_p": 1e-6},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+@pytest.fixture(scope="module", params=["tiny", "bundled"])
+def engine(request: pytest.FixtureRequest) -> Any:
+    folder: Path = Path(kdtree_engine.__file__).parent / "models" / "k2-nano"
+    if request.param == "tiny":
+        folder = request.getfixturevalue("tiny_model")
+    return _core.Engine(str(folder), str(folder / "drafter"), num_threads=2)
+
+
+def random_ids(engine: Any, seed: int, n: int) -> list[int]:
+    vocab = engine.config()["model"]["vocab_size"]
+    return [int(i) for i in np.random.default_rng(seed).integers(0, vocab, n)]
+
+
+def generate(engine: Any, prompt: list[int], **options: Any) -> list[int]:
+    options = {"max_tokens": 40, "ignore_eos": True, "method": "none", **options}
+    outputs = engine.generate(prompt, _core.RequestOptions(**options))
+    return [t for o in outputs for t in o.token_ids]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_draws_are_those_of_numpy(engine: Any, setting: dict[str, Any]) -> None:
+    law = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
+    compared = 0  # of 120
+    for seed in (0, 1, 2**63 - 1):
+        prompt = random_ids(engine, 1, 9)
+        tokens = generate(engine, prompt, seed=seed, **setting)
+        rows = engine.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        for position, (row, token) in enumerate(zip(rows, tokens, strict=True), len(prompt)):
+            u = sampling.uniform(seed, position)
+            # What lies within rounding of a boundary may be drawn either way.
+            near = {
+                sampling.draw(row, **law, u=min(max(u + d, 0), 1 - 1e-9)) for d in (-3e-6, 3e-6)
+            }
+            if len(near) == 1:
+                assert {token} == near, (seed, position)
+                compared += 1
+    assert compared > 80
+
+
+def test_draws_from_whole_rows(engine: Any) -> None:
+    """Beyond the likeliest tokens, which are looked at first, a whole row is needed."""
+    prompt = random_ids(engine, 2, 5)
+    tokens = generate(engine, prompt, temperature=8.0, seed=3, max_tokens=60)
+    rows = engine.logits(prompt + tokens)[len(prompt) - 1 : -1]
+    ranks = [int((row > row[token]).sum()) for row, token in zip(rows, tokens, strict=True)]
+    assert sum(rank >= 64 for rank in ranks) > 10
+    for method, budget in METHODS:
+        got = generate(engine, prompt, temperature=8.0, seed=3, max_tokens=60, method=method,
+                       tree_budget=budget)  # fmt: skip
+        assert got == tokens
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_every_method_gives_the_tokens_of_plain_decoding(
+    engine: Any, setting: dict[str, Any]
+) -> None:
+    for seed, length in ((5, 1), (6, 70)):
+        prompt = random_ids(engine, seed, length)
+        plain = generate(engine, prompt, seed=seed, **setting)
+        for method, budget in METHODS:
+            got = generate(engine, prompt, seed=seed, method=method, tree_budget=budget, **setting)
+            assert got == plain, (method, budget)
+
+
+def test_drafts_are_accepted(engine: Any) -> None:
+    """Sampled trees are worth their pass where the drafter knows its target."""
+    prompt = random_ids(engine, 1, 20)
+    options = _core.RequestOptions(
+        max_tokens=200, ignore_eos=True, tree_budget=64, temperature=0.6, top_p=0.95, seed=1
+    )
+    assert max(o.accept_length for o in engine.generate(prompt, options) if o.tree) > 1
+
+
+def test_first_tokens_follow_the_law(engine: Any) -> None:
+    prompt = random_ids(engine, 4, 12)
+    setting = {"temperature": 1.3, "top_k": 12, "top_p": 0.9}
+    p = sampling.distribution(engine.logits(prompt)[-1], **setting)
+    draws = 2000
+    counts = np.zeros(len(p))
+    for seed in range(draws):
+        counts[generate(engine, prompt, seed=seed, max_tokens=1, **setting)[0]] += 1
+    assert counts[p == 0].sum() == 0
+    kept = p > 0
+    chi_square = ((counts[kept] - draws * p[kept]) ** 2 / (draws * p[kept])).sum()
+    degrees = kept.sum() - 1
+    assert degrees > 1 and chi_square < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_a_seed_repeats_a_text_and_others_do_not(engine: Any) -> None:
+    prompt = random_ids(engine, 6, 8)
+    texts = [generate(engine, prompt, temperature=1.0, seed=seed) for seed in (1, 2, 3, 1)]
+    assert texts[0] == texts[3]
+    assert len({tuple(text) for text in texts}) == 3
+
+
+def test_at_temperature_zero_nothing_else_matters(engine: Any) -> None:
+    prompt = random_ids(engine, 7, 8)
+    greedy = generate(engine, prompt)
+    assert generate(engine, prompt, top_k=3, top_p=0.5, min_p=0.5, seed=9) == greedy
+    # The first of the kept tokens is the likeliest, and the only one here.
+    assert generate(engine, prompt, temperature=1.0, top_k=1, seed=9) == greedy
+    assert generate(engine, prompt, temperature=5.0, min_p=1.0, seed=9) == greedy
+
+
+def test_requests_beside_each_other_get_the_tokens_they_get_alone(engine: Any) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 4, "method": "ddtree", "tree_budget": 16},
+        {"method": "ddtree", "tree_budget": 8},
+        {"temperature": 0.7, "seed": 4},
+        {"temperature": 1.0, "seed": 5, "method": "ddtree"},
+    ]
+    prompts = [random_ids(engine, 10 + i, 3 + 20 * i) for i in range(len(settings))]
+    alone = [generate(engine, p, **s) for p, s in zip(prompts, settings, strict=True)]
+    ids = {}
+    for i, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
+        options = {"max_tokens": 40, "ignore_eos": True, "method": "none", **setting}
+        ids[engine.add_request(prompt, _core.RequestOptions(**options))] = i
+    got: list[list[int]] = [[] for _ in prompts]
+    while engine.has_unfinished():
+        for output in engine.step():
+            got[ids[output.request_id]] += output.token_ids
+    assert got == alone
