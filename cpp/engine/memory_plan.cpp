@@ -90,12 +90,18 @@ int64_t engine_workspace(const ModelConfig& c, const DraftConfig* drafter, const
   return kFloat * values;
 }
 
-std::string gib(int64_t bytes) {
-  std::ostringstream out;
-  out.setf(std::ios::fixed);
-  out.precision(2);
-  out << static_cast<double>(bytes) / (int64_t{1} << 30) << " GiB";
-  return out.str();
+// In the largest unit of which it has one.
+std::string size_text(int64_t bytes) {
+  for (const auto& [unit, bits] : {std::pair{" GiB", 30}, {" MiB", 20}, {" KiB", 10}}) {
+    const int64_t size = int64_t{1} << bits;
+    if (bytes < size) continue;
+    std::ostringstream out;
+    out.setf(std::ios::fixed);
+    out.precision(2);
+    out << static_cast<double>(bytes) / static_cast<double>(size) << unit;
+    return out.str();
+  }
+  return join(bytes, " B");
 }
 
 void check_range(const char* name, int64_t value, int64_t min, int64_t max) {
@@ -113,9 +119,9 @@ int64_t longest_of(const MemoryPlan& plan, int64_t sequences) {
 // Weights and caches in the memory there is. What does not fit is told with the options that help.
 void fit(const MemoryOptions& options, MemoryPlan& plan) {
   constexpr const char* kMoreMemory = "raise tensor_parallel_size or gpu_memory";
-  const std::string memory = join("gpu_memory is ", gib(options.gpu_memory), " a rank");
+  const std::string memory = join("gpu_memory is ", size_text(options.gpu_memory), " a rank");
   if (plan.overhead >= options.gpu_memory) {
-    plan.faults.push_back(join(memory, ", and overhead is ", gib(plan.overhead),
+    plan.faults.push_back(join(memory, ", and overhead is ", size_text(plan.overhead),
                                ": raise gpu_memory or lower overhead"));
     return;
   }
@@ -123,8 +129,9 @@ void fit(const MemoryOptions& options, MemoryPlan& plan) {
   if (free <= 0) {
     const bool is_workspace = plan.workspace + plan.overhead >= options.gpu_memory;
     plan.faults.push_back(
-        join(memory, ": the weights, ", gib(plan.weights), ", the workspace, ", gib(plan.workspace),
-             ", and what is set aside as overhead, ", gib(plan.overhead),
+        join(memory, ": the weights, ", size_text(plan.weights), ", the workspace, ",
+             size_text(plan.workspace), ", and what is set aside as overhead, ",
+             size_text(plan.overhead),
              ", do not fit: ", is_workspace ? "lower max_model_len or max_num_seqs" : kMoreMemory));
     return;
   }
@@ -139,10 +146,10 @@ void fit(const MemoryOptions& options, MemoryPlan& plan) {
     ways.push_back(join("set max_num_seqs 1 and max_model_len ", of_one));
   }
   if (ways.empty()) ways.push_back(kMoreMemory);
-  plan.faults.push_back(join("the cache of max_num_seqs + 1 = ", options.max_num_seqs + 1,
-                             " sequences of max_model_len ", plan.max_model_len, " takes ",
-                             plan.cache_tokens, " tokens, ", plan.kv_tokens_fit, " fit: ", ways[0],
-                             ways.size() > 1 ? " or " + ways[1] : ""));
+  plan.faults.push_back(join("the cache of max_num_seqs ", options.max_num_seqs,
+                             " and a spare sequence, each of max_model_len ", plan.max_model_len,
+                             ", takes ", plan.cache_tokens, " tokens, ", plan.kv_tokens_fit,
+                             " fit: ", ways[0], ways.size() > 1 ? " or " + ways[1] : ""));
 }
 
 }  // namespace

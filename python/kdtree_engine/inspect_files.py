@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kdtree_engine import kdtr
 from kdtree_engine.cli_common import stdout_console, with_option_names
-from kdtree_engine.inspect_plan import print_plan
+from kdtree_engine.inspect_plan import print_plan, size_text
 
 
 def inspect_path(
@@ -120,7 +120,7 @@ def _inspect_folder(
     for part, report in reports.items():
         title = f"{part}: {drafter if part == 'drafter' else folder}"
         if plan is not None and "total_bytes" in report:  # who asks for a plan wants to see that
-            size = f"{report['num_tensors']:,} tensors, {report['total_bytes'] / 2**30:.2f} GiB"
+            size = f"{report['num_tensors']:,} tensors, {size_text(report['total_bytes'])}"
             _print_whole(f"{title}: {size}", console)
             continue
         _print_whole(title, console)

@@ -45,24 +45,20 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
         console.print(Text(f"the model cannot be cut for {ranks} ranks", style="red"))
         return
     for part, size in sorted(plan["weights_by_part"].items(), key=lambda item: -item[1]):
-        table.add_row(part, f"{size:,}", _gib(size))
+        table.add_row(part, f"{size:,}", size_text(size))
     table.add_section()
     for name in ("weights", "workspace", "overhead"):
-        table.add_row(name, f"{plan[name]:,}", _gib(plan[name]))
+        table.add_row(name, f"{plan[name]:,}", size_text(plan[name]))
     table.add_section()
     per_token = plan["kv_bytes_per_token"] + plan["draft_kv_bytes_per_token"]
     table.add_row("cache, a token", f"{per_token:,}", f"{per_token / 1024:.1f} KiB")
     if plan["draft_kv_bytes_per_token"]:
         table.add_row("  of it the drafter's", f"{plan['draft_kv_bytes_per_token']:,}", "")
     cache = plan["cache_tokens"] * per_token
-    table.add_row(
-        f"cache, {plan['max_num_seqs']} + 1 sequences of {plan['max_model_len']:,}",
-        f"{cache:,}",
-        _gib(cache),
-    )
+    table.add_row(f"cache, {_sequences(plan)}", f"{cache:,}", size_text(cache))
     if plan["gpu_memory"]:
         table.add_section()
-        table.add_row("memory", f"{plan['gpu_memory']:,}", _gib(plan["gpu_memory"]))
+        table.add_row("memory", f"{plan['gpu_memory']:,}", size_text(plan["gpu_memory"]))
         table.add_row("cache tokens that fit", f"{plan['kv_tokens_fit']:,}", "")
         table.add_row(
             f"sequences of {plan['max_model_len']:,} that fit", f"{plan['sequences_fit']:,}", ""
@@ -75,8 +71,8 @@ def _verdict(plan: dict[str, Any], per_token: int) -> Text:
     """Whether all fits, in a line or two."""
     fixed = plan["weights"] + plan["workspace"] + plan["overhead"]
     cache = plan["cache_tokens"] * per_token
-    each = f"{_gib(fixed + cache)} a rank, {_gib(cache)} of it for the cache"
-    asked = f"{plan['max_num_seqs']} + 1 sequences of {plan['max_model_len']:,} tokens"
+    each = f"{size_text(fixed + cache)} a rank, {size_text(cache)} of it for the cache"
+    asked = _sequences(plan, " tokens")
     if not plan["gpu_memory"]:
         return Text(f"needs {each} of {asked}; --gpu-memory SIZE tells whether that fits")
     fits = plan["cache_tokens"] <= plan["kv_tokens_fit"]
@@ -84,11 +80,21 @@ def _verdict(plan: dict[str, Any], per_token: int) -> Text:
     if fits and plan["faults"]:
         verdict += ", but for the faults below"
     return Text(
-        f"{verdict}: needs {each}, has {_gib(plan['gpu_memory'])}; "
+        f"{verdict}: needs {each}, has {size_text(plan['gpu_memory'])}; "
         f"{plan['kv_tokens_fit']:,} cache tokens fit, {asked} take {plan['cache_tokens']:,}",
         style="green" if verdict == "fits" else "red",
     )
 
 
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"
+def _sequences(plan: dict[str, Any], tokens: str = "") -> str:
+    """Those of `max_num_seqs`, and the one in which step costs and logits are computed."""
+    count = f"{plan['max_num_seqs']} sequence{'s' * (plan['max_num_seqs'] > 1)}"
+    return f"{count} of {plan['max_model_len']:,}{tokens} and a spare one"
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in the largest unit of which there is one."""
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << bits:
+            return f"{size / (1 << bits):.2f} {unit}"
+    return f"{size} B"

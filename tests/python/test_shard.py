@@ -1,6 +1,7 @@
 """Pre-sharded caches and memory plans: the same tokens, clear refusals, nothing left behind."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 import kdtree_engine
 from kdtree_engine import LLM, SamplingParams
 from kdtree_engine.inspect_files import inspect_path
-from kdtree_engine.inspect_plan import parse_size
+from kdtree_engine.inspect_plan import parse_size, size_text
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "shard_checkpoint"):
@@ -329,12 +330,13 @@ def test_inspect_prints_a_plan(run: Run) -> None:
     # The verdict is the last word, but for faults.
     verdict = " ".join(text.split("sequences of")[-2].split())
     assert (
-        "fits: needs " in verdict
-        and " a rank, " in verdict
-        and " cache tokens fit, 8 + 1" in verdict
+        "fits: needs " in verdict and " a rank, " in verdict and " cache tokens fit, 8" in verdict
     )
-    text = run("inspect", str(BUNDLED), "--tp", "2")[1]
-    assert "--gpu-memory SIZE tells whether that fits" in " ".join(text.split())
+    assert " 8 sequences of 2,048 tokens and a spare one take " in text
+    assert "cache, 8 sequences of 2,048 and a spare one " in text
+    assert "0.00" not in text and re.search(r" norms +│ +[0-9,]+ │ +[0-9.]+ KiB ", text), text
+    text = run("inspect", str(BUNDLED), "--tp", "2", "--max-num-seqs", "1")[1]
+    assert " for the cache of 1 sequence of 2,048 tokens and a spare one; --gpu-memory SIZE" in text
     status, text, _ = run(
         "inspect", str(BUNDLED), "--tp", "2", "--gpu-memory", "3GiB", "--overhead", "1GiB",
         "--max-model-len", "1024", "--max-num-seqs", "4", "--json",
@@ -391,6 +393,14 @@ def test_plan_options_are_refused_by_name(run: Run, tmp_path: Path) -> None:
         assert status == 1 and "is no folder" in error
     status, _, error = run("inspect", str(BUNDLED / "drafter"), "--tp", "2")
     assert status == 1 and "is a drafter's folder" in error
+
+
+def test_a_size_is_told_in_a_unit_that_shows_it(run: Run, tiny_model: Path) -> None:
+    text = run("inspect", str(tiny_model), "--max-num-seqs", "2")[1]
+    assert "0.00" not in text and re.search(r"^model: .*tensors, [0-9.]+ KiB$", text, re.M), text
+    sizes = {0: "0 B", 1023: "1023 B", 1 << 10: "1.00 KiB", 3 << 19: "1.50 MiB"}
+    sizes |= {(1 << 30) - 1: "1024.00 MiB", 1 << 30: "1.00 GiB", 1 << 50: "1048576.00 GiB"}
+    assert {size: size_text(size) for size in sizes} == sizes
 
 
 def test_sizes() -> None:

@@ -101,6 +101,8 @@ KDT_TEST(what_does_not_fit_is_told_with_a_way_out) {
   plan = plan_k26(options);
   EXPECT_EQ(plan.faults.size(), size_t{1});
   EXPECT(told(plan, "set max_model_len "));
+  EXPECT(told(plan, join("the cache of max_num_seqs 8 and a spare sequence, each of max_model_len ",
+                         plan.max_model_len, ", takes ", plan.cache_tokens, " tokens, ")));
   // That way out is one.
   options.max_model_len = std::stoll(plan.faults[0].substr(plan.faults[0].rfind(' ') + 1));
   EXPECT(options.max_model_len > 30000);
@@ -115,6 +117,17 @@ KDT_TEST(what_does_not_fit_is_told_with_a_way_out) {
   plan = plan_k26(options);
   EXPECT_EQ(plan.faults.at(0), std::string("gpu_memory is 2.00 GiB a rank, and overhead is "
                                            "2.00 GiB: raise gpu_memory or lower overhead"));
+  // Sizes that are small next to a GiB.
+  for (const auto& [bytes, text] : {std::pair{1 << 30, "1.00 GiB"},
+                                    {5 << 20, "5.00 MiB"},
+                                    {3 << 9, "1.50 KiB"},
+                                    {10, "10 B"}}) {
+    options.gpu_memory = options.overhead = bytes;
+    EXPECT_EQ(plan_k26(options).faults.at(0),
+              join("gpu_memory is ", text, " a rank, and overhead is ", text,
+                   ": raise gpu_memory or lower overhead"));
+  }
+  options.gpu_memory = options.overhead = int64_t{2} << 30;
   // The workspace.
   options.gpu_memory += 1 << 20;
   EXPECT(told(plan_k26(options), "do not fit: lower max_model_len or max_num_seqs"));
