@@ -51,7 +51,7 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
         table.add_row(name, f"{plan[name]:,}", size_text(plan[name]))
     table.add_section()
     per_token = plan["kv_bytes_per_token"] + plan["draft_kv_bytes_per_token"]
-    table.add_row("cache, a token", f"{per_token:,}", f"{per_token / 1024:.1f} KiB")
+    table.add_row("cache, a token", f"{per_token:,}", size_text(per_token))
     if plan["draft_kv_bytes_per_token"]:
         table.add_row("  of it the drafter's", f"{plan['draft_kv_bytes_per_token']:,}", "")
     cache = plan["cache_tokens"] * per_token
