@@ -14,7 +14,13 @@ from kdtree_engine.cli_bench_ops import bench_ops
 from kdtree_engine.cli_bench_rank import bench_rank
 from kdtree_engine.cli_chat import chat
 from kdtree_engine.cli_common import stats_line
-from kdtree_engine.cli_load import EngineOptions, bytes_bar, engine_options, load
+from kdtree_engine.cli_load import (
+    EngineOptions,
+    SamplingOptions,
+    bytes_bar,
+    load,
+    option_groups,
+)
 from kdtree_engine.cli_shard import shard
 from kdtree_engine.cli_synth import synth
 
@@ -56,10 +62,11 @@ def _version(
 
 @app.command()
 @common.errors_in_one_line
-@engine_options
+@option_groups
 def generate(
     prompt: Prompt,
     engine: EngineOptions,
+    sampling: SamplingOptions,
     method: common.Method = None,
     tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
@@ -88,6 +95,7 @@ def generate(
       kdtree generate "def fibonacci(n):"
       kdtree generate --method none "def fibonacci(n):"      # the same text, one token a forward
       kdtree generate --tree-budget 16 --max-tokens 64 "class Stack:"
+      kdtree generate -T 0.7 --top-p 0.95 --seed 3 "class Stack:"
       kdtree generate --chat "Write a Python function is_even(n)."
       cat half.py | kdtree generate - --stop "class "
       kdtree generate --json "import os" | jq .tokens_per_forward
@@ -99,7 +107,9 @@ def generate(
     if stop and not all(stop):
         raise common.OptionError("--stop is empty: give the text that ends the output")
     text = common.read_prompt(prompt)
-    params = SamplingParams(max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos, **sampling.for_params()
+    )
     speculative = common.speculative_options(method, tree_budget, tree_topk, draft_temperature)
     llm = load(engine, speculative, quiet=as_json)
     terminal = sys.stdout.isatty() and not as_json
@@ -135,6 +145,7 @@ def _record(output: Any) -> dict[str, Any]:
         "tokens_per_second": round(spec.tokens_per_second, 2),
         "accept_length_histogram": dict(sorted(spec.accept_length_histogram.items())),
         "finish_reason": completion.finish_reason,
+        "seed": output.seed,
     }
 
 
@@ -211,10 +222,11 @@ def inspect(
 
 @app.command()
 @common.errors_in_one_line
-@engine_options
+@option_groups
 def tree(
     prompt: Prompt,
     engine: EngineOptions,
+    sampling: SamplingOptions,
     tree_budget: Annotated[str, typer.Option(metavar="N", help="Draft nodes.")] = "16",
     tree_topk: common.TreeTopk = None,
     draft_temperature: common.DraftTemperature = None,
@@ -231,6 +243,7 @@ def tree(
     Examples:
       kdtree tree "def fibonacci(n):"
       kdtree tree "def fibonacci(n):" --after 3 --tree-budget 32
+      kdtree tree "def fibonacci(n):" --temperature 0.8 --seed 1
       kdtree tree "import numpy as" --svg tree.svg
     """
     from kdtree_engine import render
@@ -239,9 +252,9 @@ def tree(
     text = common.read_prompt(prompt)
     common.check_writable("--svg", svg)
     common.parse_budget(tree_budget, auto=False)
+    params = SamplingParams(max_tokens=None, **sampling.for_params())
     speculative = common.speculative_options("ddtree", tree_budget, tree_topk, draft_temperature)
     llm = load(engine, speculative)
-    params = SamplingParams(max_tokens=None)
     drawn = None
     with common.start(llm, text, chat, None, params) as stream:
         trees = (chunk.step for chunk in stream if chunk.step.tree is not None)

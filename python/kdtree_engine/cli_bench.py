@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kdtree_engine import cli_common as common
 from kdtree_engine.cli_common import OptionError
-from kdtree_engine.cli_load import EngineOptions, engine_options, load
+from kdtree_engine.cli_load import EngineOptions, SamplingOptions, load, option_groups
 from kdtree_engine.outputs import SpecStats
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS
 
@@ -125,19 +125,16 @@ def settings_of(methods: str, budgets: str | None) -> list[Setting]:
 
 
 def measure(
-    llm: "LLM", prompts: list[BenchPrompt], settings: list[Setting], max_tokens: int
+    llm: "LLM", prompts: list[BenchPrompt], settings: list[Setting], params: "SamplingParams"
 ) -> None:
     """Runs every prompt under every setting and adds the results to the settings.
 
     The settings take turns on each prompt, each prompt starting with another one, so that a change
     in the machine's speed hits all alike.
     """
-    from kdtree_engine.sampling_params import SamplingParams
-
-    warm_up = SamplingParams(max_tokens=min(max_tokens, _WARM_UP_TOKENS))
+    warm_up = replace(params, max_tokens=min(params.max_tokens or 0, _WARM_UP_TOKENS))
     for setting in settings:
         _generate(llm, prompts[0], warm_up, setting)
-    params = SamplingParams(max_tokens=max_tokens)
     console = common.stderr_console()
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -197,10 +194,11 @@ def _cpu_name() -> str:
 
 
 @common.errors_in_one_line
-@engine_options
+@option_groups
 def bench(
     context: typer.Context,
     engine: EngineOptions,
+    sampling: SamplingOptions,
     methods: Annotated[str, typer.Option(help="Of none, dflash, ddtree.")] = "none,dflash,ddtree",
     budgets: Annotated[
         str | None,
@@ -235,19 +233,26 @@ def bench(
 
     Ends with status 1 when a setting gave other tokens than plain decoding. Tokens per forward
     count the target's forwards while decoding, prefill not included, and include the bonus token.
+    With a --temperature every setting draws with the same seed, 0 unless --seed names one.
 
     \b
     Examples:
       kdtree bench
       kdtree bench --budgets 16,64 --limit 8 --json results.json
+      kdtree bench --temperature 1 --top-p 0.95
       kdtree bench --methods none --arithmetic
       kdtree bench ops
     """
     if context.invoked_subcommand is not None:
         return
     from kdtree_engine.locations import default_model, find_drafter
+    from kdtree_engine.sampling_params import SamplingParams
 
     settings = settings_of(methods, budgets)
+    chosen = sampling.for_params()
+    if sampling.temperature:
+        chosen.setdefault("seed", 0)
+    params = SamplingParams(max_tokens=max_tokens, **chosen)
     common.check_writable("--json", json_file)
     folder = engine.model or default_model()
     common.check_checkpoint("--model" if engine.model else "the model", folder)
@@ -265,12 +270,14 @@ def bench(
             "--arithmetic compares with the ceilings of this CPU, and --device "
             f"{engine.device} computes on {used}: add --device cpu"
         )
-    measure(llm, listed, settings, max_tokens)
-    _print_table(settings, len(listed), max_tokens, used)
+    measure(llm, listed, settings, params)
+    how = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in chosen.items())
+    _print_table(settings, len(listed), max_tokens, used, how if params.temperature else "greedy")
     report = {
         "model": folder.resolve().name,
         "prompts": len(listed),
         "max_tokens": max_tokens,
+        "sampling": {name: getattr(params, name) for name in vars(sampling)},
         "machine": machine_info(llm),
         "settings": [s.record(settings[0]) for s in settings],
     }
@@ -301,8 +308,11 @@ def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> flo
     return sum(lengths) / len(lengths) + plain.tokens / len(prompts) / 2
 
 
-def _print_table(settings: list[Setting], num_prompts: int, max_tokens: int, device: str) -> None:
-    table = Table(title=f"{num_prompts} prompts, at most {max_tokens} tokens each, on {device}")
+def _print_table(
+    settings: list[Setting], num_prompts: int, max_tokens: int, device: str, how: str
+) -> None:
+    title = f"{num_prompts} prompts, at most {max_tokens} tokens each, on {device}, {how}"
+    table = Table(title=title)
     table.add_column("setting", no_wrap=True, min_width=max(len(s.spec.name) for s in settings))
     for name in ("tokens per forward", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", overflow="fold")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kdtree_engine import cli_common as common
-from kdtree_engine.cli_load import EngineOptions, engine_options, load
+from kdtree_engine.cli_load import EngineOptions, SamplingOptions, load, option_groups
 
 if TYPE_CHECKING:
     from kdtree_engine.llm import LLM
@@ -29,9 +29,10 @@ _QUOTES = '"""'
 
 
 @common.errors_in_one_line
-@engine_options
+@option_groups
 def chat(
     engine: EngineOptions,
+    sampling: SamplingOptions,
     method: common.Method = None,
     tree_budget: common.TreeBudget = None,
     tree_topk: common.TreeTopk = None,
@@ -55,12 +56,13 @@ def chat(
     \b
     Examples:
       kdtree chat
+      kdtree chat --temperature 0.6 --top-p 0.95
       kdtree chat -m ~/models/Kimi-K2.6 --chat-template-kwargs '{"thinking": false}'
       printf 'Write a stack.\\n/stats\\n' | kdtree chat --tree-budget 16
     """
     from kdtree_engine.sampling_params import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, **sampling.for_params())
     variables = _object("--chat-template-kwargs", chat_template_kwargs)
     speculative = common.speculative_options(method, tree_budget, tree_topk, draft_temperature)
     if sys.stdin is None:

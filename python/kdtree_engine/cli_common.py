@@ -75,7 +75,7 @@ _OPTION_NAMES = re.compile(
     r"^(?:speculative_config: )?"
     r"(method|tree_budget|tree_topk|draft_temperature|max_tokens|num_threads|max_model_len|device|"
     r"tensor_parallel_size|expert_parallel|rank_timeout|gpu_memory|overhead|max_num_seqs|verify|out|"
-    r"only)(?= (?:is|must|has) )"
+    r"only|temperature|top_p|top_k|min_p|seed)(?= (?:is|must|has) )"
 )
 # The same further on in a message, but not inside a path or a quotation.
 _NAMES_INSIDE = re.compile(
@@ -322,6 +322,8 @@ def stats_line(output: Any) -> str:
         f"{spec.target_forwards} target forwards",
         f"{spec.tokens_per_forward:.2f} tokens per forward",
     ]
+    if output.seed is not None:
+        parts.append(f"seed {output.seed}")
     bars = histogram_bars(spec.accept_length_histogram)
     return "[" + ", ".join(parts) + (f", accept lengths {bars}]" if bars else "]")
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +34,7 @@ SLOW_START_S = 1.5  # from then on it is said who is waited for
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of every command that runs a model; `engine_options` adds them to it."""
+    """Options of every command that runs a model; `option_groups` adds them to it."""
 
     model: Annotated[
         Path | None,
@@ -71,21 +71,76 @@ class EngineOptions:
         if self.rank_timeout is None:
             del options["rank_timeout"]
         elif self.tensor_parallel_size == 1:
-            raise OptionError("--rank-timeout needs ranks: give their number with --tp")
+            raise OptionError(
+                "--rank-timeout needs ranks: give their number with --tp, under torchrun, mpirun "
+                "and srun too, whose WORLD_SIZE alone makes none"
+            )
         return options
 
 
-def engine_options(command: common.Command) -> common.Command:
-    """Gives a command the options of EngineOptions in place of its parameter `engine`."""
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; `option_groups` adds these to a command."""
+
+    # None where the option is not given: given for greedy decoding, it is refused.
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            "-T",
+            help="Draw tokens from softmax(logits / temperature), 0.001 to 1000.  [default: 0, "
+            "always the likeliest]",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the fewest tokens, likeliest first, that have this probability "
+            "together.  [default: 1]"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many of the likeliest.  [default: 0, all]")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from tokens at least this many times as probable as the likeliest.  "
+            "[default: 0]"
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed gives the same text.  [default: a new one each time; bench takes 0]"
+        ),
+    ] = None
+
+    def for_params(self) -> dict[str, Any]:
+        """Arguments of `SamplingParams`."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        others = [name for name in given if name != "temperature"]
+        if others and not self.temperature:
+            raise OptionError(
+                f"--{others[0].replace('_', '-')} has no effect on greedy decoding: add a "
+                "--temperature above 0, such as --temperature 0.7"
+            )
+        return given
+
+
+def option_groups(command: common.Command) -> common.Command:
+    """Gives a command the options of each group, a dataclass, that it has as a parameter."""
     own = inspect.signature(command).parameters.values()
-    added = inspect.signature(EngineOptions).parameters
+    groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
+    options = {name: inspect.signature(group).parameters for name, group in groups.items()}
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        engine = EngineOptions(**{name: kwargs.pop(name) for name in added})
-        return command(*args, engine=engine, **kwargs)
+        for name, group in groups.items():
+            kwargs[name] = group(**{option: kwargs.pop(option) for option in options[name]})
+        return command(*args, **kwargs)
 
-    listed = [q for p in own for q in (added.values() if p.name == "engine" else [p])]
+    listed = [q for p in own for q in (options[p.name].values() if p.name in groups else [p])]
     wrapped.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in listed}
     return wrapped  # type: ignore[return-value]

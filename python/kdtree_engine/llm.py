@@ -1,6 +1,7 @@
 """`LLM`: a loaded model that continues prompts, in the manner of vLLM's class of that name."""
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -349,6 +350,8 @@ class LLM:
             raise ValueError(f"sampling_params is {shown(params)}, want SamplingParams")
         # A copy: what was changed since it was made is checked, and may change later.
         params = SamplingParams() if params is None else replace(params)
+        if params.temperature and params.seed is None:
+            params.seed = secrets.randbelow(1 << 53)  # as much as any reader of JSON can hold
         text, ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop needs a tokenizer, and {self.model} has no {TOKENIZER_FILES}")
@@ -364,6 +367,11 @@ class LLM:
             tree_budget=budget if isinstance(budget, int) else 0,
             tree_topk=speculative.tree_topk,
             draft_temperature=speculative.draft_temperature,
+            temperature=params.temperature,
+            top_k=min(max(params.top_k, 0), self._last_id + 1),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
         )
         parser = prompt.parser() if isinstance(prompt, ChatPrompt) else None
 

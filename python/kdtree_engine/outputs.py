@@ -98,7 +98,10 @@ class ChatOutput(CompletionOutput):
 
 @dataclass
 class RequestOutput:
-    """A finished request, as vLLM names its parts, and `spec`: how it was decoded."""
+    """A finished request, as vLLM names its parts, and `spec`: how it was decoded.
+
+    `seed`: the one its tokens were drawn with, None where they were not (temperature 0).
+    """
 
     request_id: int
     prompt: str | None
@@ -106,6 +109,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     spec: SpecStats
+    seed: int | None = None
 
 
 @dataclass
@@ -241,4 +245,5 @@ class Sequence:
             [completion],
             self.finished,
             self.spec,
+            self.params.seed if self.params.temperature else None,
         )

@@ -7,14 +7,9 @@ from typing import Any
 
 from kdtree_engine.checks import flag, integer, integers, listed, path, real, shown, text
 
-# Fields that only sampling or log-probabilities could honour: their only accepted values.
+# Fields of vLLM's that are not supported: their only accepted values.
 _OFF: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "temperature": (0,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "seed": (None,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -29,12 +24,19 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class SamplingParams:
-    """How one request is continued. This version decodes greedily (temperature 0).
+    """How one request is continued: greedily, or with a `temperature` by drawing each token.
 
-    Applied: `max_tokens` (None: as many as the context holds; aliases `max_new_tokens` and
+    `temperature`: 0 (greedy) or 0.001 to 1000. Tokens are drawn from softmax(logits / temperature),
+    of which stay the `top_k` likeliest (0 or -1: all), of those the ones at least `min_p` (0 to 1)
+    times as probable as the first, and of those the fewest that hold `top_p` (above 0, at most 1)
+    of their probability. `seed`: 0 to 2**63 - 1, None for a fresh one for each request; the result
+    carries it. The text depends on seed, prompt and these options alone, whatever the method. At
+    temperature 0 the others have no effect: the greatest logit stays whatever they are.
+
+    `max_tokens` (None: as many as the context holds; aliases `max_new_tokens` and
     `max_completion_tokens`), `stop` (strings; the text ends before the first), `stop_token_ids`,
-    `ignore_eos`, `skip_special_tokens`, `include_stop_str_in_output`. The other fields are vLLM's;
-    any value but their neutral one is a ValueError naming the field.
+    `ignore_eos`, `skip_special_tokens` and `include_stop_str_in_output` are applied too. The other
+    fields are vLLM's; any value but their neutral one is a ValueError naming the field.
     """
 
     n: int = 1
@@ -81,9 +83,10 @@ class SamplingParams:
             of_kind = [v for v in neutral if isinstance(v, Number) == isinstance(value, Number)]
             if isinstance(value, bool) or not plain or not any(value == v for v in of_kind):
                 raise ValueError(
-                    f"{name} is {shown(value)}: this version decodes greedily and takes only "
+                    f"{name} is {shown(value)}, which this version does not support: it takes only "
                     f"{' or '.join(repr(v) for v in neutral)}"
                 )
+        self._check_sampling()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             flag(name, getattr(self, name))
         if isinstance(self.stop, str):
@@ -94,6 +97,18 @@ class SamplingParams:
                 raise ValueError(f"stop[{index}] is '', want strings that are not empty")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.stop_token_ids = integers("stop_token_ids", ids, 0)
+
+    def _check_sampling(self) -> None:
+        self.temperature = real("temperature", self.temperature, 0, 1e3)
+        if 0 < self.temperature < 1e-3:
+            raise ValueError(f"temperature is {self.temperature}, want 0 or 0.001 to 1000")
+        self.top_p = real("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError(f"top_p is {self.top_p}, want above 0 and at most 1")
+        self.top_k = integer("top_k", self.top_k, -1)
+        self.min_p = real("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            self.seed = integer("seed", self.seed, 0, (1 << 63) - 1)
 
 
 @dataclass(frozen=True)

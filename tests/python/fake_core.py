@@ -18,6 +18,11 @@ class RequestOptions:
     tree_budget: int = 0
     tree_topk: int = 0
     draft_temperature: float = 1.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
 
 
 @dataclass

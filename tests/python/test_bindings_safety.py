@@ -221,8 +221,8 @@ def test_a_wrong_option_of_the_engine_is_named(
         ("stop_token_ids", [*LISTS, None]),
         ("ignore_eos", [None, 1, "yes"]),
         ("method", [*TEXTS, None]),
-        ("draft_temperature", NUMBERS),
-        *((n, INTEGERS) for n in ("max_tokens", "tree_budget", "tree_topk")),
+        *((n, NUMBERS) for n in ("draft_temperature", "temperature", "top_p", "min_p")),
+        *((n, INTEGERS) for n in ("max_tokens", "tree_budget", "tree_topk", "top_k", "seed")),
     ],
 )
 def test_a_wrong_option_of_a_request_is_named(name: str, values: list[Any]) -> None:

@@ -109,6 +109,24 @@ def test_the_budget_of_the_next_answers(
     ]  # fmt: skip
 
 
+def test_answers_draw_with_seeds_of_their_own(
+    say: Run, scripted: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    add = scripted.add_request
+
+    def watched(self: Any, ids: list[int], options: Any) -> int:
+        seeds.append(options.seed)
+        return add(self, ids, options)
+
+    monkeypatch.setattr(scripted, "add_request", watched)
+    out = say("x\n/stats\nx\n", "--temperature", "0.7")[1]
+    assert seeds[0] != seeds[1] and f", seed {seeds[0]}, accept lengths" in out
+    seeds.clear()
+    say("x\n/reset\nx\n", "--temperature", "0.7", "--seed", "3")
+    assert seeds == [3, 3]
+
+
 def test_variables_of_the_template(say: Run, tokenizer_folder: Path) -> None:
     (tokenizer_folder / "chat_template.jinja").write_text(
         "{{ raise_exception('thinking is ' ~ thinking) }}"
@@ -146,6 +164,8 @@ def test_reasoning_and_calls_are_not_the_answer(
         ("x", ["--chat-template-kwargs", "{"], 2, "--chat-template-kwargs is no JSON"),
         ("x", ["--chat-template-kwargs", "1"], 2, "--chat-template-kwargs is '1', want a JSON"),
         ("x", ["--max-tokens", "-1"], 2, "--max-tokens is -1"),
+        ("x", ["--temperature", "-1"], 2, "--temperature is -1.0, want 0 to 1000"),
+        ("x", ["--top-p", "0.5"], 2, "--top-p has no effect on greedy decoding"),
     ],
 )
 def test_failures_end_it_with_one_line(

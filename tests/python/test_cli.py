@@ -32,6 +32,7 @@ KEYS = {
     "tokens_per_second",
     "accept_length_histogram",
     "finish_reason",
+    "seed",
 }
 
 
@@ -69,6 +70,9 @@ def test_generate_json_has_the_documented_keys(scripted: Fake, run: Run) -> None
     assert record["accept_length_histogram"] == {"1": 1, "3": 1}
     record = json.loads(run("generate", "--json", "--method", "none", "hello")[1])
     assert record["tree_budget"] is None and record["tokens_per_forward"] == 1.0
+    assert record["seed"] is None
+    record = json.loads(run("generate", "--json", "-T", "0.7", "--seed", "3", "hello")[1])
+    assert record["seed"] == 3
 
 
 def test_generate_options_are_applied(scripted: Fake, run: Run) -> None:
@@ -115,7 +119,7 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
         (["--stop", ""], "--stop is empty"),
         (["--system", "x"], "--system needs --chat"),
         (["-t", "99999999999"], "--num-threads is 99999999999, want 0 to 1024"),
-        (["--rank-timeout", "5"], "--rank-timeout needs ranks: give their number with --tp"),
+        (["--rank-timeout", "5"], "ranks: give their number with --tp, under torchrun, mpirun and"),
         (["--tp", "2", "--rank-timeout", "0"], "--rank-timeout is 0.0, want 0.1 to"),
         (["-t", "-1"], "--num-threads is -1, want 0 to 1024"),
         (["--max-model-len", str(2**70)], f"--max-model-len is {2**70}, want 0 to "),
@@ -123,6 +127,16 @@ def test_generate_chat(scripted: Fake, run: Run, tokenizer_folder: Path) -> None
             ["--tree-budget", "8", "--tree-topk", "9"],
             "--tree-topk is 9, more than --tree-budget, 8",
         ),
+        (["--temperature", "-0.5"], "--temperature is -0.5, want 0 to 1000"),
+        (["-T", "0.0001"], "--temperature is 0.0001, want 0 or 0.001 to 1000"),
+        (["-T", "nan"], "--temperature is nan, want 0 to 1000"),
+        (["-T", "1", "--top-p", "0"], "--top-p is 0.0, want above 0 and at most 1"),
+        (["-T", "1", "--top-k", "-2"], "--top-k is -2, want at least -1"),
+        (["-T", "1", "--min-p", "2"], "--min-p is 2.0, want 0 to 1"),
+        (["-T", "1", "--seed", str(2**63)], f"--seed is {2**63}, want 0 to {2**63 - 1}"),
+        (["--seed", "3"], "--seed has no effect on greedy decoding: add a --temperature above 0"),
+        (["--temperature", "0", "--top-p", "1"], "--top-p has no effect on greedy decoding"),
+        (["--top-k", "0"], "--top-k has no effect on greedy decoding"),
         (["--method", "none", "--draft-temperature", "1"], "--draft-temperature needs trees"),
         (["--method", "dflash", "--tree-topk", "0"], "--tree-topk needs trees"),
         (["--tree-budget", "1" * 5000], "want 1 to 256 or auto"),
@@ -162,6 +176,48 @@ def test_every_command_has_the_engines_options(
     assert run(command, *own, *options)[2].endswith("error: enough\n")
     assert (given["device"], given["tensor_parallel_size"], given["num_threads"]) == ("cpu", 4, 3)
     assert (given["max_model_len"], given["timeout_s"], given["expert_parallel"]) == (99, 7.0, True)
+
+
+@pytest.mark.parametrize("command", ["generate", "tree", "bench", "chat"])
+def test_every_command_samples(
+    scripted: Fake,
+    run: Run,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    seen: list[tuple[float, int, float, float, int]] = []
+    add = scripted.add_request
+
+    def spy(self: Any, ids: list[int], o: Any) -> int:
+        seen.append((o.temperature, o.top_k, o.top_p, o.min_p, o.seed))
+        return add(self, ids, o)
+
+    monkeypatch.setattr(scripted, "add_request", spy)
+
+    def call(*options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n/stats\n")))
+        return run(command, *(["x"] if command in ("generate", "tree") else []), *options)
+
+    options = ["--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--seed", "3"]
+    status, _, err = call(*options)
+    assert status == 2 and err.endswith(
+        "error: --top-p has no effect on greedy decoding: add a --temperature above 0, such as "
+        "--temperature 0.7\n"
+    )
+    assert not seen
+    status, out, err = call("-T", "0.7", *options)
+    assert status == 0 and set(seen) == {(0.7, 5, 0.9, 0.1, 3)}
+    assert command == "tree" or "seed 3" in out + err
+    seen.clear()
+    assert call("--temperature", "0")[0] == 0 and set(seen) == {(0.0, 0, 1.0, 0.0, 0)}
+
+
+def test_the_seed_of_a_text_is_told(scripted: Fake, run: Run) -> None:
+    assert "seed" not in run("generate", "hello")[2].splitlines()[-1]
+    lines = [run("generate", "--temperature", "0.7", "hello")[2].splitlines()[-1] for _ in "ab"]
+    seeds = [re.search(r"2\.00 tokens per forward, seed (\d+), accept lengths", s) for s in lines]
+    assert seeds[0] and seeds[1] and seeds[0][1] != seeds[1][1]
 
 
 def test_options_that_the_engine_refuses_are_named(

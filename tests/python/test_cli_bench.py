@@ -70,6 +70,32 @@ def test_bench_settings_take_turns(
     assert seen[3:] == ["none", "dflash", "ddtree", "dflash", "ddtree", "none"]
 
 
+def test_bench_draws_with_one_seed(
+    scripted: Fake, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = set()
+    add = scripted.add_request
+
+    def spy(self: Any, ids: list[int], options: Any) -> int:
+        seen.add((options.temperature, options.top_p, options.seed))
+        return add(self, ids, options)
+
+    monkeypatch.setattr(scripted, "add_request", spy)
+    arguments = ["bench", "--budgets", "8", "--json", str(tmp_path / "r.json")]
+    for given, seed in (([], 0), (["--seed", str(2**63 - 1)], 2**63 - 1)):
+        out = run(*arguments, "--temperature", "0.7", "--top-p", "0.95", *given)[1]
+        title = f"on cpu, temperature 0.7, top-p 0.95, seed {seed}"
+        assert title in " ".join(out.split())
+        assert seen == {(0.7, 0.95, seed)}
+        sampling = json.loads((tmp_path / "r.json").read_text())["sampling"]
+        want = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "seed": seed}
+        assert sampling == want
+        seen.clear()
+    assert "greedy" in run(*arguments)[1] and seen == {(0.0, 1.0, 0)}
+    sampling = json.loads((tmp_path / "r.json").read_text())["sampling"]
+    assert sampling["temperature"] == 0 and sampling["seed"] is None
+
+
 def test_bench_prompt_files(
     scripted: Fake, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +134,8 @@ def test_bench_prompt_files(
         (["--methods", "none", "--budgets", "8"], "--budgets needs trees"),
         (["--budgets", "8,300"], "--budgets is '300', want 1 to 256 or auto"),
         (["--budgets", "8,,9"], "--budgets is '', want 1 to 256 or auto"),
+        (["--seed", "0"], "--seed has no effect on greedy decoding"),
+        (["--temperature", "2000"], "--temperature is 2000.0, want 0 to 1000"),
     ],
 )
 def test_bench_options_are_checked(

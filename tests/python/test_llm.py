@@ -29,12 +29,11 @@ def llm(fake_engine: Fake) -> LLM:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", 0.7),
-        ("temperature", math.nan),
-        ("top_p", 0.9),
-        ("top_k", 40),
-        ("min_p", 0.1),
-        ("seed", 3),
+        *(("temperature", v) for v in (-0.1, 9e-4, 1001, math.nan, math.inf, "1", None, True)),
+        *(("top_p", v) for v in (0, -0.5, 1.1, math.nan, "1", None, True)),
+        *(("top_k", v) for v in (-2, 4.0, "4", None, True)),
+        *(("min_p", v) for v in (-0.1, 1.1, math.nan, "0", None, False)),
+        *(("seed", v) for v in (-1, 2**63, 3.0, "3", True)),
         ("n", 2),
         ("n", True),
         ("presence_penalty", 0.5),
@@ -90,9 +89,52 @@ def test_numbers_too_long_to_show_are_named() -> None:
     assert SamplingParams(max_tokens=10**5000).max_tokens == 10**5000
 
 
+def test_params_that_are_not_supported_say_so() -> None:
+    with pytest.raises(ValueError, match="n is 2, which this version does not support: it takes"):
+        SamplingParams(n=2)
+
+
 def test_neutral_params_are_taken() -> None:
     params = SamplingParams(temperature=0, top_p=1, top_k=-1, logit_bias={}, bad_words=[])
     assert params.max_tokens == 16 and params.stop == []
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, (0.0, 0, 1.0, 0.0, 0)),
+        ({"temperature": 0.001, "seed": 0}, (0.001, 0, 1.0, 0.0, 0)),
+        ({"temperature": 1000, "seed": 2**63 - 1}, (1000.0, 0, 1.0, 0.0, 2**63 - 1)),
+        (
+            {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 3},
+            (0.7, 40, 0.9, 0.1, 3),
+        ),
+        ({"temperature": 1, "top_k": -1, "min_p": 1, "seed": 5}, (1.0, 0, 1.0, 1.0, 5)),
+        # There are no more than 512 tokens.
+        ({"temperature": 1, "top_k": 10**30, "seed": np.int64(5)}, (1.0, 512, 1.0, 0.0, 5)),
+        # Greedy, whatever the others are.
+        ({"top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 3}, (0.0, 40, 0.9, 0.1, 3)),
+    ],
+)
+def test_sampling_options_reach_the_engine(
+    llm: LLM, given: dict[str, Any], added: tuple[float, ...]
+) -> None:
+    (output,) = llm.generate("hello", SamplingParams(**given))
+    (got,) = llm._engine.added
+    assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == added
+    assert output.seed == (given["seed"] if "temperature" in given else None)
+
+
+def test_a_request_without_a_seed_gets_one_that_its_result_carries(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.7)
+    outputs = llm.generate(["hello"] * 20, params)
+    seeds = [output.seed for output in outputs]
+    assert seeds == [options.seed for options in llm._engine.added]
+    assert len(set(seeds)) == 20 and all(seed is not None and 0 <= seed < 2**53 for seed in seeds)
+    assert max(seeds) > 2**48  # type: ignore[type-var,operator]
+    assert params.seed is None
+    stream = llm.stream("hello", params)
+    assert stream.output.seed == llm._engine.added[-1].seed
 
 
 def test_unknown_params_are_refused() -> None:
@@ -517,8 +559,8 @@ def test_sampling_params_must_be_of_their_class(llm: LLM, params: Any) -> None:
 
 def test_params_changed_later_are_checked(llm: LLM) -> None:
     params = SamplingParams()
-    params.temperature = 0.7
-    with pytest.raises(ValueError, match=r"temperature is 0\.7"):
+    params.temperature = -0.7
+    with pytest.raises(ValueError, match=r"temperature is -0\.7"):
         llm.generate("x", params)
 
 

@@ -43,6 +43,21 @@ def test_every_method_gives_the_tokens_of_plain_decoding(llm: LLM, prompt: str) 
         assert ids(llm, prompt, params, method) == plain, method
 
 
+def test_drawn_texts_are_repeated_by_their_seed_with_every_method(llm: LLM) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 100, "min_p": 0.001}
+    free = SamplingParams(max_tokens=30, ignore_eos=True, **options)
+    outputs = llm.generate(["hello world"] * 3, free)
+    drawn = [output.outputs[0].token_ids for output in outputs]
+    assert drawn[0] != drawn[1] != drawn[2]
+    for output, tokens in zip(outputs, drawn, strict=True):
+        again = SamplingParams(max_tokens=30, ignore_eos=True, seed=output.seed, **options)
+        for method in METHODS:
+            assert ids(llm, "hello world", again, method) == tokens, method
+    greedy = SamplingParams(max_tokens=30, ignore_eos=True, top_k=3, top_p=0.5, min_p=0.5, seed=7)
+    plain = SamplingParams(max_tokens=30, ignore_eos=True)
+    assert ids(llm, "hello", greedy, METHODS[3]) == ids(llm, "hello", plain, METHODS[0])
+
+
 def test_prompts_together_give_what_each_gives_alone(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     together = llm.generate(PROMPTS * 2, params)  # more than max_num_seqs
