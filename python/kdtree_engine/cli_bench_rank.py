@@ -12,6 +12,9 @@ from rich.table import Table
 from kdtree_engine import cli_common as common
 
 _MAX_ROWS = 257
+# A rank's GPU is not there or too old, or this build has no kernels.
+_NO_GPU = re.compile(r"rank \d+: (device is 'cuda|cuda:\d+ is )")
+_ON_THE_CPU = "; --device cpu measures on the CPU, with --like tiny where memory is short"
 
 
 def parse_rows(text: str) -> list[int]:
@@ -84,6 +87,10 @@ def bench_rank(
     except ValueError as error:
         if str(error).startswith("context is "):
             raise common.OptionError(f"--{error}") from None
+        raise
+    except RuntimeError as error:
+        if _NO_GPU.match(str(error)):
+            raise RuntimeError(f"{error}{_ON_THE_CPU}") from None
         raise
     records = with_sums(result.pop("times"), result["num_all_reduces"])
     size, sums = tensor_parallel_size, result["num_all_reduces"]

@@ -63,6 +63,23 @@ def test_options_are_checked(run: Run, options: list[str], message: str) -> None
     assert status == 2 and message in err, err
 
 
+def test_without_a_gpu_the_cpu_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, err = run(*TINY, "--device", "cuda:900,cuda:901")
+    assert status == 1 and ("; --device cpu measures on the CPU" in err or "want 'cuda:0'" in err)
+    for message, named in (
+        ("rank 0: device is 'cuda:0': no NVIDIA driver was found (libcuda.so.1)", True),
+        ("rank 1: cuda:1 is Old (sm_70); this engine needs sm_80 or newer", True),
+        ("rank 1 of 2 has left the group", False),
+    ):
+
+        def fail(*args: Any, message: str = message, **kwargs: Any) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(_core, "bench_rank", fail)
+        status, _, err = run("bench", "rank")
+        assert status == 1 and message in err and ("; --device cpu " in err) == named, err
+
+
 def test_a_model_that_cannot_be_cut_says_so(run: Run) -> None:
     status, _, err = run(*TINY, "--tp", "16")
     assert status == 2 and "16, which does not divide num_attention_heads, 8" in err

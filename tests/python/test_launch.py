@@ -154,6 +154,8 @@ def test_the_time_to_wait_is_an_option(start: Start) -> None:
     options = ["--tp", "2", "--rank-timeout", "1"]
     status, _, err = finish(start([*GENERATE, *options, PROMPT], RANK=0, **master(2)))
     assert status == 1 and "rank 1 of 2 did not come to 127.0.0.1" in err and "within 1 s" in err
+    status, _, err = finish(start([*GENERATE, *options[2:], PROMPT], RANK=0, **master(2)))
+    assert status == 2 and "WORLD_SIZE alone makes none" in err and len(err.splitlines()) == 1
 
 
 def test_several_ranks_in_each_process(start: Start) -> None:
