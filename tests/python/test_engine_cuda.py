@@ -55,14 +55,14 @@ def random_ids(seed: int, n: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(0, 512, n)]
 
 
-def options(method: str = "none", budget: int = 0, max_tokens: int = 16) -> Any:
+def options(method: str = "none", budget: int = 0, max_tokens: int = 16, **sampling: Any) -> Any:
     return _core.RequestOptions(
-        max_tokens=max_tokens, method=method, tree_budget=budget, ignore_eos=True
+        max_tokens=max_tokens, method=method, tree_budget=budget, ignore_eos=True, **sampling
     )
 
 
-def generate(engine: Any, prompt: list[int], *args: Any) -> list[int]:
-    return [t for o in engine.generate(prompt, options(*args)) for t in o.token_ids]
+def generate(engine: Any, prompt: list[int], *args: Any, **sampling: Any) -> list[int]:
+    return [t for o in engine.generate(prompt, options(*args, **sampling)) for t in o.token_ids]
 
 
 def test_the_device_is_a_gpu(engine: Any) -> None:
@@ -76,6 +76,17 @@ def test_every_method_gives_the_tokens_of_plain_decoding(engine: Any, length: in
     assert len(plain) == 16
     for method, budget in METHODS[1:]:
         assert generate(engine, prompt, method, budget) == plain, (method, budget)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 8.0}], ids=str
+)
+def test_sampled_text_is_that_of_plain_decoding(engine: Any, setting: dict[str, Any]) -> None:
+    prompt = random_ids(1, 20)
+    plain = generate(engine, prompt, **setting)
+    assert plain != generate(engine, prompt)
+    for method, budget in METHODS[1:]:
+        assert generate(engine, prompt, method, budget, **setting) == plain, (method, budget)
 
 
 def random_parents(seed: int, slots: int) -> list[int]:

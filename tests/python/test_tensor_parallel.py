@@ -13,6 +13,7 @@ import pytest
 import kdtree_engine
 import make_tiny_model
 from kdtree_engine import LLM, SamplingParams, synth
+from kdtree_engine.reference import sampling
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "op_linear"):
@@ -87,6 +88,36 @@ def test_every_method_gives_the_tokens_of_plain_decoding(group: tuple[str, Any])
         assert len(plain) == 48
         for method, budget in METHODS:
             assert tokens_of(engine, prompt, method=method, tree_budget=budget) == plain
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.0, "top_k": 8, "min_p": 0.01},
+        {"temperature": 4.0},  # many draws from whole rows
+    ],
+    ids=str,
+)
+def test_sampled_text_is_that_of_plain_decoding(
+    group: tuple[str, Any], setting: dict[str, Any]
+) -> None:
+    _, engine = group
+    (prompt,) = prompts_of(engine, (17,))
+    plain = tokens_of(engine, prompt, method="none", seed=3, **setting)
+    for method, budget in METHODS:
+        sampled = tokens_of(engine, prompt, method=method, tree_budget=budget, seed=3, **setting)
+        assert sampled == plain
+    law = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
+    rows = engine.logits(prompt + plain)[len(prompt) - 1 : -1]
+    compared = 0
+    for position, (row, token) in enumerate(zip(rows, plain, strict=True), len(prompt)):
+        u = sampling.uniform(3, position)
+        near = {sampling.draw(row, **law, u=min(max(u + d, 0), 1 - 1e-9)) for d in (-3e-6, 3e-6)}
+        if len(near) == 1:
+            assert {token} == near
+            compared += 1
+    assert compared > 30
 
 
 def test_a_tree_node_has_the_bits_of_plain_decoding_along_its_path(group: tuple[str, Any]) -> None:

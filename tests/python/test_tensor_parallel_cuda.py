@@ -70,8 +70,12 @@ def ids_of(engine: Any, seed: int, n: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(0, vocab, n)]
 
 
-def generate(engine: Any, prompt: list[int], method: str, budget: int, n: int = 12) -> list[int]:
-    options = _core.RequestOptions(max_tokens=n, method=method, tree_budget=budget, ignore_eos=True)
+def generate(
+    engine: Any, prompt: list[int], method: str, budget: int, n: int = 12, heat: float = 0
+) -> list[int]:
+    options = _core.RequestOptions(
+        max_tokens=n, method=method, tree_budget=budget, ignore_eos=True, temperature=heat
+    )
     return [t for o in engine.generate(prompt, options) for t in o.token_ids]
 
 
@@ -83,6 +87,9 @@ def check(engine: Any, alone: Any, n: int = 12 if LARGE else 3) -> None:
         assert len(plain) == n
         for method, budget in (("dflash", 0), ("ddtree", 8), ("ddtree", 64)) if LARGE else ():
             assert generate(engine, prompt, method, budget, n) == plain, (method, budget)
+        sampled = generate(engine, prompt, "none", 0, n, heat=4)
+        assert len(sampled) == n
+        assert generate(engine, prompt, "ddtree", 8, n, heat=4) == sampled
     prefix, tokens = ids_of(engine, 5, 33), ids_of(engine, 6, 9)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6]
     tree = engine.tree_logits(prefix, tokens, parents)
