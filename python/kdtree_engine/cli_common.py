@@ -152,6 +152,11 @@ def with_option_names(text: str) -> str:
     return _NAMES_INSIDE.sub(option, text)
 
 
+def _drop_output() -> None:
+    """Sends what cannot be written away, lest Python fail again when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def errors_in_one_line(command: Command) -> Command:
     """Ends a command with one line on stderr where Python would print a traceback.
 
@@ -171,13 +176,16 @@ def errors_in_one_line(command: Command) -> Command:
         except KeyboardInterrupt:
             print("\nkdtree: interrupted", file=sys.stderr)
             raise SystemExit(130) from None
-        except BrokenPipeError:
-            # The reader of our output has gone; Python must not fail again when it flushes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except BrokenPipeError:  # the reader of our output has gone
+            _drop_output()
             raise SystemExit(1) from None
         except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
             text, status = _one_line(error)
             _complain(text)
+            try:
+                sys.stdout.flush()
+            except OSError:  # on a full disk
+                _drop_output()
             raise SystemExit(status) from None
 
     return wrapped  # type: ignore[return-value]

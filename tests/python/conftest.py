@@ -13,7 +13,8 @@ import fake_core
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):  # what is printed depends on them
+# What is printed, and when, depends on them.
+for name in ("COLUMNS", "FORCE_COLOR", "PYTHONUNBUFFERED", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)
 
 SPECIAL = {"[BOS]": 500, "[EOS]": 509, "<|im_end|>": 510, "<|im_user|>": 501}
