@@ -300,7 +300,7 @@ def test_templates_inside_tokenizer_config(kimi_folder: Path) -> None:
 
 
 def templated(folder: Path, source: str) -> str:
-    (folder / "chat_template.jinja").write_text(source)
+    (folder / "chat_template.jinja").write_text(source, "utf-8")
     return rendered(Tokenizer(folder), USER)
 
 

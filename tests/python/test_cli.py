@@ -368,7 +368,7 @@ def test_tree_draws_and_writes_svg(scripted: Fake, run: Run, tmp_path: Path) -> 
     status, out, err = run("tree", "hello", "--svg", str(tmp_path / "t.svg"))
     assert status == 0 and "✓" in out and "·world" in out
     assert "6 draft nodes verified in one forward: 2 accepted" in out
-    assert (tmp_path / "t.svg").read_text().startswith("<svg ") and "wrote" in err
+    assert (tmp_path / "t.svg").read_text("utf-8").startswith("<svg ") and "wrote" in err
 
 
 def test_tree_after(scripted: Fake, run: Run) -> None:

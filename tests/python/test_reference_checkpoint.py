@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -33,6 +36,26 @@ def test_bf16_comes_back_as_bits(tmp_path):
     checkpoint.write_safetensors(tmp_path / "x.safetensors", {"w": w})
     back = checkpoint.read_safetensors(tmp_path / "x.safetensors")["w"]
     assert isinstance(back, BF16Array) and np.array_equal(back.bits, w.bits)
+
+
+def test_json_is_utf8_whatever_the_locale(tmp_path):
+    (tmp_path / "config.json").write_text('{"author": "\u00e9"}', "utf-8")
+    checkpoint.write_safetensors(tmp_path / "w.safetensors", {"w": np.zeros(1)})
+    index = '{"metadata": "\u00e9", "weight_map": {"w": "w.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index, "utf-8")
+    script = """
+import sys
+from kdtree_engine.reference import checkpoint
+print(ascii(checkpoint.read_config(sys.argv[1])["author"]), *checkpoint.read_tensors(sys.argv[1]))
+"""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ascii_only},
+    )
+    assert done.stdout == "'\\xe9' w\n", done.stderr
 
 
 def file_of(header, data=b""):

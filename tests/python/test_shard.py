@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -291,28 +290,25 @@ def test_the_drafter_goes_on_where_the_targets_progress_ended(cache: Path) -> No
     assert told[-1] == (total, total)
 
 
-def test_a_drafter_that_may_not_be_entered_is_a_fault(cache: Path) -> None:
+def test_a_drafter_that_may_not_be_entered_is_a_fault(cache: Path, tmp_path: Path) -> None:
     script = """
-import os, sys
+import ctypes, sys
 from pathlib import Path
-from kdtree_engine import _core
 from kdtree_engine.inspect_files import inspect_path
-if os.geteuid() == 0:  # whom no mode stops
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+# A root whom modes stop: without CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2).
+libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+for i in range(3):
+    sets[i] &= ~0b110
+assert libc.capset(header, sets) == 0
 for verify in (False, True):
     inspect_path(Path(sys.argv[1]), as_json=True, verify=verify)
 """
-    with tempfile.TemporaryDirectory() as room:  # pytest's own may be closed to others
-        copy = Path(room) / "copy"
-        shutil.copytree(cache, copy)
-        Path(room).chmod(0o755)
-        (copy / "drafter").chmod(0)
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(copy)], capture_output=True, text=True
-        )
-        (copy / "drafter").chmod(0o755)
+    copy = tmp_path / "copy"
+    shutil.copytree(cache, copy)
+    (copy / "drafter").chmod(0)
+    done = subprocess.run([sys.executable, "-c", script, str(copy)], capture_output=True, text=True)
+    (copy / "drafter").chmod(0o755)
     fault = f"{copy}/drafter/config.json: cannot open: Permission denied"
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(reports) == 2, done.stderr

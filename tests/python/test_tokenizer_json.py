@@ -134,7 +134,7 @@ def test_harmless_chats_give_transformers_ids(folder: Path, ours: Tokenizer) -> 
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    data = json.loads((folder / "tokenizer.json").read_text())
+    data = json.loads((folder / "tokenizer.json").read_bytes())
     change(data)
     (to / "tokenizer.json").write_text(json.dumps(data))
     return to

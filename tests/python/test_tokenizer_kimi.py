@@ -63,7 +63,7 @@ PIECES += ["<|reserved_token_505|>"]
 def test_templates_encode_as_kimis_tokenizer_does(tokenizer_folder: Path, text: str) -> None:
     """Kimi's encodes the rendered text with every control token allowed, by tiktoken alone."""
     source = text.replace("\n", "\\n")
-    (tokenizer_folder / "chat_template.jinja").write_text(f"{{{{ '{source}' }}}}")
+    (tokenizer_folder / "chat_template.jinja").write_text(f"{{{{ '{source}' }}}}", "utf-8")
     ours = Tokenizer(tokenizer_folder)
     lines = (tokenizer_folder / "tiktoken.model").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}

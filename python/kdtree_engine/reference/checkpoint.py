@@ -68,7 +68,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Array]:
     index = Path(folder) / "model.safetensors.index.json"
     if not index.exists():
         return read_safetensors(Path(folder) / "model.safetensors")
-    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
     tensors: dict[str, Array] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
@@ -82,7 +82,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Array]:
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The text model's keys of config.json; a nested `text_config` is lifted."""
-    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_bytes())
     return {**config, **config["text_config"]} if "text_config" in config else config
 
 
