@@ -265,6 +265,7 @@ def test_ranks_come_and_go(wide_model: Path) -> None:
     """Nothing hangs, and nothing is left behind."""
     prompt = [3, 1, 4, 1]
     threads = threading.active_count()
+    tasks = len(list(Path("/proc/self/task").iterdir()))  # numpy has one a core
     for repeat in range(200):
         # A drafter's costs would be measured each time.
         engine = _core.Engine(
@@ -282,7 +283,7 @@ def test_ranks_come_and_go(wide_model: Path) -> None:
             engine.step()
         del engine
     assert threading.active_count() == threads
-    assert len(list(Path("/proc/self/task").iterdir())) < 40
+    assert len(list(Path("/proc/self/task").iterdir())) < tasks + 20
 
 
 def test_a_model_made_in_memory_is_the_one_from_files(wide_model: Path) -> None:
