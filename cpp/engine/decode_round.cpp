@@ -4,6 +4,8 @@
 #include "backend/checks.h"
 #include "core/clock.h"
 #include "engine/engine.h"
+#include "engine/limits.h"
+#include "engine/sampler.h"
 
 namespace kdt {
 
@@ -125,7 +127,11 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
 
   const Tensor logprobs = logprobs_.tensor.rows(0, max_depth * width).view({max_depth, width});
   const Tensor ids = candidate_ids_.tensor.rows(0, max_depth * width).view({max_depth, width});
-  choose_candidates(logits.rows(0, max_depth), request.options.draft_temperature, logprobs, ids);
+  if (request.is_greedy()) {
+    choose_candidates(logits.rows(0, max_depth), request.options.draft_temperature, logprobs, ids);
+  } else {
+    choose_with_noise(request, logits.rows(0, max_depth), logprobs, ids);
+  }
   const int64_t slots = budget + 1;
   const auto array = [&](int64_t i) { return tree_ints_.tensor.rows(1 + i * slots, slots); };
   backend_->tree_build({.logprobs = logprobs,
@@ -151,6 +157,31 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   tree.logw.resize(count);
   backend_->download(tree.logw.data(), tree_logw_.tensor.rows(0, count));
   return tree;
+}
+
+void Engine::choose_with_noise(const Request& request, const Tensor& logits, const Tensor& logprobs,
+                               const Tensor& ids) {
+  const RequestOptions& options = request.options;
+  const int64_t rows = logprobs.dim(0), width = logprobs.dim(1);
+  // More than are wanted: noise may lift a token from below.
+  const int64_t count = std::max(width, std::min(kSampleCandidates, config_.vocab_size));
+  const Tensor some = logprobs_.tensor.rows(0, rows * count).view({rows, count});
+  const Tensor some_ids = candidate_ids_.tensor.rows(0, rows * count).view({rows, count});
+  choose_candidates(logits, options.draft_temperature, some, some_ids);
+  std::vector<float> values(rows * count);
+  std::vector<int32_t> tokens(rows * count);
+  backend_->download(values.data(), some);
+  backend_->download(tokens.data(), some_ids);
+  const auto length = static_cast<int64_t>(request.token_ids.size());
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::span row_values(values.data() + row * count, count);
+    const std::span row_tokens(tokens.data() + row * count, count);
+    add_noise(row_values, row_tokens, options, Noise(options.seed, length + row));
+    std::copy_n(row_values.begin(), width, values.begin() + row * width);
+    std::copy_n(row_tokens.begin(), width, tokens.begin() + row * width);
+  }
+  backend_->upload(logprobs, values.data());
+  backend_->upload(ids, tokens.data());
 }
 
 bool Engine::draft() {

@@ -126,6 +126,9 @@ class Engine {
   // The most probable tokens of each row of logits.
   void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
                          const Tensor& ids);
+  // The same of drafted logits for a request that samples: likely to be drawn by the target.
+  void choose_with_noise(const Request& request, const Tensor& logits, const Tensor& logprobs,
+                         const Tensor& ids);
   // Caches the tokens in the spare slot; their logits go to the end of `logits` unless it is null.
   void prefill_spare(const char* name, const std::vector<int64_t>& token_ids,
                      std::vector<float>* logits);

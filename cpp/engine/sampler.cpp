@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "backend/checks.h"
+#include "engine/limits.h"
 
 namespace kdt {
 namespace {
@@ -32,14 +33,18 @@ void check_sampling(const RequestOptions& o) {
   KDT_CHECK_ARGUMENT(o.seed >= 0, "seed is ", o.seed, "; want at least 0");
 }
 
-double uniform_at(int64_t seed, int64_t position) {
-  const uint64_t state =
-      mix(static_cast<uint64_t>(seed)) + static_cast<uint64_t>(position) * kGolden;
-  return static_cast<double>(mix(state) >> 11) * 0x1p-53;
+Noise::Noise(int64_t seed, int64_t position)
+    : key_(mix(mix(static_cast<uint64_t>(seed)) + static_cast<uint64_t>(position) * kGolden)) {}
+
+double Noise::uniform() const { return static_cast<double>(key_ >> 11) * 0x1p-53; }
+
+double Noise::gumbel(int32_t token) const {
+  const uint64_t bits = mix(key_ + (static_cast<uint64_t>(token) + 1) * kGolden) >> 11;
+  return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-53));
 }
 
-std::optional<int64_t> draw(std::span<const float> logprobs, bool complete, const RequestOptions& o,
-                            double uniform) {
+std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int32_t> ids,
+                            bool complete, const RequestOptions& o, const Noise& noise) {
   if (logprobs.empty() || !std::isfinite(logprobs[0])) return -1;
   const auto known = static_cast<int64_t>(logprobs.size());
   const int64_t most = o.top_k > 0 ? std::min(o.top_k, known) : known;
@@ -65,10 +70,19 @@ std::optional<int64_t> draw(std::span<const float> logprobs, bool complete, cons
     return std::nullopt;
   }
   const int64_t index =
-      std::upper_bound(mass.begin(), mass.begin() + left, uniform * total) - mass.begin();
-  if (index < left) return index;
-  if (nucleus_known) return left - 1;  // a product that was rounded up
-  return std::nullopt;
+      std::upper_bound(mass.begin(), mass.begin() + left, noise.uniform() * total) - mass.begin();
+  if (index == left && !nucleus_known) return std::nullopt;
+  const int64_t head = std::min(left, kSampleCandidates);
+  if (index >= head && head < left) return ids[std::min(index, left - 1)];
+  int32_t best = -1;
+  double best_value = 0;
+  for (int64_t i = 0; i < head; ++i) {
+    const double value = logprobs[i] + noise.gumbel(ids[i]);
+    if (best >= 0 && value <= best_value) continue;
+    best = ids[i];
+    best_value = value;
+  }
+  return best;
 }
 
 SortedRow::SortedRow(std::span<const float> logits, double temperature)
@@ -86,6 +100,31 @@ SortedRow::SortedRow(std::span<const float> logits, double temperature)
   const double log_sum = std::log(sum);
   for (size_t i = 0; i < ids.size(); ++i) {
     logprobs[i] = static_cast<float>((values[ids[i]] - top) / temperature - log_sum);
+  }
+}
+
+void add_noise(std::span<float> logprobs, std::span<int32_t> ids, const RequestOptions& options,
+               const Noise& noise) {
+  // Were the drafter's distribution the target's, all of the noise would tell the token. Part of it
+  // is what the drafter does not know; this share was accepted most (docs/adr/0022).
+  constexpr double kShare = 0.7;
+  const double scale = kShare * options.temperature / options.draft_temperature;
+  std::vector<std::pair<double, int32_t>> noisy;
+  double others = 1;  // the mass of tokens that are not given, which stays
+  for (size_t i = 0; i < ids.size(); ++i) {
+    others -= std::exp(static_cast<double>(logprobs[i]));
+    noisy.emplace_back(logprobs[i] + scale * noise.gumbel(ids[i]), ids[i]);
+  }
+  std::sort(noisy.begin(), noisy.end(), [](const auto& a, const auto& b) {
+    return a.first != b.first ? a.first > b.first : a.second < b.second;
+  });
+  const double top = std::max(0.0, noisy[0].first);
+  double sum = std::max(0.0, others) * std::exp(-top);
+  for (const auto& [value, id] : noisy) sum += std::exp(value - top);
+  const double log_sum = top + std::log(sum);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    logprobs[i] = static_cast<float>(noisy[i].first - log_sum);
+    ids[i] = noisy[i].second;
   }
 }
 

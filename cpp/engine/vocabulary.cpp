@@ -83,14 +83,17 @@ std::vector<int32_t> Engine::sampled_tokens(const Request& request, const DraftT
 
   const auto length = static_cast<int64_t>(request.token_ids.size());
   const auto token_of = [&](int32_t slot) {
-    const double uniform = uniform_at(options.seed, length + (slot == 0 ? 0 : tree.depths[slot]));
-    const auto index = draw({logprobs.data() + slot * width, static_cast<size_t>(width)},
-                            width == config_.vocab_size, options, uniform);
-    if (index) return *index < 0 ? -1 : ids[slot * width + *index];
+    const Noise noise(options.seed, length + (slot == 0 ? 0 : tree.depths[slot]));
+    const auto likeliest = [&](const auto& list) {
+      return std::span(list).subspan(slot * width, width);
+    };
+    const auto token =
+        draw(likeliest(logprobs), likeliest(ids), width == config_.vocab_size, options, noise);
+    if (token) return *token;
     std::vector<float> logits;
     append_logits(first_row + slot, 1, logits);
     const SortedRow all(logits, options.temperature);
-    return all.ids[*draw(all.logprobs, true, options, uniform)];
+    return *draw(all.logprobs, all.ids, true, options, noise);
   };
   std::vector<int32_t> tokens(slots, -1);
   for (int32_t slot = 0; slot >= 0; slot = tree.child(slot, tokens[slot]))

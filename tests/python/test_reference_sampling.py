@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kdtree_engine.reference.sampling import _mix, distribution, draw, uniform
+from kdtree_engine.reference.sampling import Noise, _mix, add_noise, distribution, draw
 from kdtree_engine.reference.topk import argmax
 
 INF, NAN = float("inf"), float("nan")
@@ -45,19 +45,42 @@ def test_temperature_comes_first():
     assert np.allclose(distribution(LOGITS, 0.5, min_p=0.5), [0, 16 / 25, 0, 9 / 25])
 
 
-def test_tokens_are_drawn_in_the_order_of_their_logits():
-    for u, token in ((0.0, 1), (0.399, 1), (0.401, 3), (0.699, 3), (0.701, 2), (0.901, 0)):
-        assert draw(LOGITS, 1.0, 0, 1.0, 0.0, u) == token
-    assert draw(LOGITS, 1.0, 0, 1.0, 0.0, LAST) == 0
-    assert draw(LOGITS, 1.0, 2, 1.0, 0.0, 0.571) == 1  # 4 / 7 is 0.5714
-    assert draw(LOGITS, 1.0, 2, 1.0, 0.0, 0.572) == 3
+class Fixed:
+    """Noise that a test chooses."""
+
+    def __init__(self, uniform=0.0, gumbel=None):
+        self._uniform, self._gumbel = uniform, gumbel or {}
+
+    def uniform(self):
+        return self._uniform
+
+    def gumbel(self, tokens):
+        return np.array([self._gumbel.get(int(t), 0.0) for t in tokens])
 
 
-def test_equals_go_by_lower_id_and_a_cumulative_mass_must_exceed():
+def test_the_greatest_sum_of_logit_and_noise_is_drawn():
+    assert draw(LOGITS, 1.0, 0, 1.0, 0.0, Fixed(LAST)) == 1
+    for gap, token in ((math.log(4) - 1e-9, 1), (math.log(4) + 1e-9, 0)):
+        assert draw(LOGITS, 1.0, 0, 1.0, 0.0, Fixed(gumbel={0: gap})) == token
+        assert draw(LOGITS, 0.5, 0, 1.0, 0.0, Fixed(gumbel={0: 2 * gap})) == token
+    # What is cut off is not lifted by any noise.
+    assert draw(LOGITS, 1.0, 3, 1.0, 0.0, Fixed(gumbel={0: 99.0})) == 1
+
+
+def test_beyond_the_head_the_cumulative_mass_decides():
+    """64 tokens of a quarter of the mass, of equal logits, and 192 that are as likely."""
+    row, noise = np.zeros(256), {70: 9.0, 63: 1.0}
+    assert draw(row, 1.0, 0, 1.0, 0.0, Fixed(math.nextafter(0.25, 0), noise)) == 63
+    assert draw(row, 1.0, 0, 1.0, 0.0, Fixed(0.25, noise)) == 64
+    assert draw(row, 1.0, 0, 1.0, 0.0, Fixed(0.5, noise)) == 128
+    assert draw(row, 1.0, 0, 1.0, 0.0, Fixed(LAST, noise)) == 255
+    assert draw(row, 1.0, 128, 1.0, 0.0, Fixed(LAST, noise)) == 127
+    assert draw(row, 1.0, 64, 1.0, 0.0, Fixed(LAST, noise)) == 63
+
+
+def test_equals_go_by_lower_id():
     row = [0.0, 2.0, -0.0, 2.0, 2.0, 2.0]
-    assert [draw(row, 1.0, 4, 1.0, 0.0, u) for u in (0, 0.2499, 0.25, 0.5, 0.75, LAST)] == [
-        1, 1, 3, 4, 5, 5,
-    ]  # fmt: skip
+    assert draw(row, 1.0, 4, 1.0, 0.0, Fixed()) == 1
     assert np.array_equal(distribution(row, 1.0, top_k=3), [0, 1 / 3, 0, 1 / 3, 1 / 3, 0])
     assert np.array_equal(distribution(row, 1.0, top_k=4, top_p=0.5), [0, 0.5, 0, 0.5, 0, 0])
     assert np.array_equal(distribution(row, 1.0, top_k=5)[[0, 2]] > 0, [True, False])
@@ -67,13 +90,16 @@ def test_equals_go_by_lower_id_and_a_cumulative_mass_must_exceed():
 def test_what_is_no_number_is_never_drawn():
     row = [NAN, 0.0, -INF, 0.0, NAN]
     assert np.array_equal(distribution(row, 1.0), [0, 0.5, 0, 0.5, 0])
-    assert [draw(row, 1.0, k, 1.0, 0.0, u) for k in (0, 4) for u in (0.0, LAST)] == [1, 3, 1, 3]
+    lifted = Fixed(LAST, {0: 99.0, 2: 99.0, 3: 1e-9})
+    assert [draw(row, 1.0, k, 1.0, 0.0, noise) for k in (0, 4) for noise in (Fixed(), lifted)] == [
+        1, 3, 1, 3,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [[NAN] * 3, [-INF] * 3, [NAN, -INF, NAN], [0.0, INF, NAN]])
 def test_a_row_without_a_distribution_has_no_token(row):
     for options in ((0, 1.0, 0.0), (2, 0.5, 0.1)):
-        assert draw(row, 1.0, *options, 0.5) == -1
+        assert draw(row, 1.0, *options, Fixed(0.5)) == -1
         assert not distribution(row, 1.0, *options).any()
 
 
@@ -133,24 +159,20 @@ def test_agrees_with_the_definitions(row, options):
     got = distribution(row, *options)
     assert set(np.flatnonzero(got)) == set(want)
     assert all(got[i] == pytest.approx(q, rel=1e-9) for i, q in want.items())
-    below = 0.0
-    for i, q in want.items():
-        if q > 1e-9:
-            assert draw(row, *options, below + q / 2) == i
-        below += q
 
 
 @settings(max_examples=200, deadline=None)
-@given(ROWS, OPTIONS, st.floats(0, LAST))
-def test_properties(row, options, u):
+@given(ROWS, OPTIONS, st.integers(0, 2**63 - 1))
+def test_properties(row, options, seed):
     temperature, _, top_p, min_p = options
-    token, best = draw(row, *options, u), int(argmax([row])[0])
+    noise = Noise(seed, 3)
+    token, best = draw(row, *options, noise), int(argmax([row])[0])
     assert distribution(row, *options)[token] > 0
-    assert draw(row, temperature, 1, top_p, min_p, u) == best  # top-k of 1
-    assert draw(row, *options, 0.0) == best
+    assert draw(row, temperature, 1, top_p, min_p, noise) == best  # top-k of 1
+    assert draw(row, *options, Fixed(0.5)) == best
     padded = [*row, -INF, NAN]
-    assert draw(padded, *options, u) == token
-    assert draw(np.add(row, 64.0), *options, u) == token  # exact: quarters
+    assert draw(padded, *options, noise) == token
+    assert draw(np.add(row, 64.0), *options, noise) == token  # exact: quarters
 
 
 @pytest.mark.torch
@@ -187,10 +209,17 @@ def test_the_generator_is_splitmix64():
 
 
 def test_numbers_have_53_bits_and_depend_on_seed_and_position():
-    assert uniform(3, 5) == (_mix((_mix(3) + 5 * 0x9E3779B97F4A7C15) % 2**64) >> 11) / 2**53
+    key = _mix((_mix(3) + 5 * 0x9E3779B97F4A7C15) % 2**64)
+    assert uniform(3, 5) == (key >> 11) / 2**53
+    u = ((_mix((key + 8 * 0x9E3779B97F4A7C15) % 2**64) >> 11) + 0.5) / 2**53
+    assert Noise(3, 5).gumbel([7]) == pytest.approx(-math.log(-math.log(u)), rel=1e-12)
     many = [uniform(s, p) for s in (0, 1, 2**63 - 1) for p in (0, 1, 2, 10**7)]
     assert len(set(many)) == len(many) and all(0 <= u < 1 for u in many)
     assert all((u * 2**53).is_integer() for u in many)
+
+
+def uniform(seed, position):
+    return Noise(seed, position).uniform()
 
 
 def chi_square(values, bins):
@@ -229,12 +258,54 @@ def test_neighbouring_seeds_are_independent_at_every_position():
     assert np.abs(correlations).max() < 5 / math.sqrt(10_000)
 
 
+def test_gumbel_noise_is_that_and_independent_of_the_uniform():
+    noises = [Noise(1, p) for p in range(4000)]
+    u = np.array([n.uniform() for n in noises])
+    g = np.array([n.gumbel([0, 1, 2, 163_839]) for n in noises])
+    back = np.exp(-np.exp(-g))
+    for column in back.T:
+        assert abs(chi_square(column, 64)) < 5
+        assert abs(np.corrcoef(u, column)[0, 1]) < 5 / math.sqrt(len(u))
+    assert np.abs(np.corrcoef(back.T)[np.triu_indices(4, 1)]).max() < 5 / math.sqrt(len(u))
+
+
 def test_draws_have_the_distribution():
-    want = distribution(LOGITS, 0.8, top_p=0.95)
-    draws = [draw(LOGITS, 0.8, 0, 0.95, 0.0, uniform(11, p)) for p in range(20_000)]
-    counts, possible = np.bincount(draws, minlength=4), want > 0
-    assert not counts[~possible].any()
-    expected = 20_000 * want[possible]
-    chi2 = ((counts[possible] - expected) ** 2 / expected).sum()
-    freedom = possible.sum() - 1
-    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+    for row, options in (
+        (LOGITS, (0.8, 0, 0.95, 0.0)),
+        (-0.02 * np.arange(200.0), (1.0, 0, 1.0, 0.0)),  # a third of it lies beyond the head
+        (-0.02 * np.arange(200.0), (1.0, 100, 0.9, 0.1)),
+    ):
+        want = distribution(row, *options)
+        draws = [draw(row, *options, Noise(11, p)) for p in range(20_000)]
+        counts, possible = np.bincount(draws, minlength=len(row)), want > 0
+        assert not counts[~possible].any()
+        expected = 20_000 * want[possible]
+        chi2 = ((counts[possible] - expected) ** 2 / expected).sum()
+        freedom = possible.sum() - 1
+        assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_drafts_with_noise():
+    logprobs, ids = np.log([0.4, 0.3, 0.2]), [7, 3, 5]  # and 0.1 of others
+    same, tokens = add_noise(logprobs, ids, 0.0, Noise(1, 2))
+    assert np.allclose(same, logprobs) and list(tokens) == ids
+    got, tokens = add_noise(logprobs, ids, 0.5, Fixed(gumbel={5: 2 * math.log(4.0)}))
+    assert list(tokens) == [5, 7, 3]  # 0.8, 0.4, 0.3 and 0.1
+    assert np.allclose(np.exp(got), [0.5, 0.25, 0.1875])
+    equal, tokens = add_noise(np.log([0.5, 0.25]), [1, 0], 1.0, Fixed(gumbel={0: math.log(2)}))
+    assert list(tokens) == [0, 1] and np.allclose(np.exp(equal), 0.4)
+
+
+def test_noise_makes_drafts_likelier_to_be_drawn():
+    """A drafter whose logits are off by noise of its own: its first token is the target's."""
+    rng = np.random.default_rng(5)
+    hits = {0.0: 0, 0.7: 0}
+    for position in range(2000):
+        row = rng.normal(0, 2, 40)
+        token = draw(row, 1.0, 0, 1.0, 0.0, Noise(9, position))
+        drafted = row + rng.normal(0, 0.7, 40)
+        order = np.argsort(-drafted)
+        logprobs = (drafted - np.logaddexp.reduce(drafted))[order]
+        for scale in hits:
+            hits[scale] += add_noise(logprobs, order, scale, Noise(9, position))[1][0] == token
+    assert hits[0.7] > 1.3 * hits[0.0], hits

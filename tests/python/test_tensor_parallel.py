@@ -13,7 +13,7 @@ import pytest
 import kdtree_engine
 import make_tiny_model
 from kdtree_engine import LLM, SamplingParams, synth
-from kdtree_engine.reference import sampling
+from sampled import compare
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "op_linear"):
@@ -108,16 +108,7 @@ def test_sampled_text_is_that_of_plain_decoding(
     for method, budget in METHODS:
         sampled = tokens_of(engine, prompt, method=method, tree_budget=budget, seed=3, **setting)
         assert sampled == plain
-    law = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
-    rows = engine.logits(prompt + plain)[len(prompt) - 1 : -1]
-    compared = 0
-    for position, (row, token) in enumerate(zip(rows, plain, strict=True), len(prompt)):
-        u = sampling.uniform(3, position)
-        near = {sampling.draw(row, **law, u=min(max(u + d, 0), 1 - 1e-9)) for d in (-3e-6, 3e-6)}
-        if len(near) == 1:
-            assert {token} == near
-            compared += 1
-    assert compared > 30
+    assert compare(engine, prompt, plain, seed=3, **setting) > 30
 
 
 def test_a_tree_node_has_the_bits_of_plain_decoding_along_its_path(group: tuple[str, Any]) -> None:

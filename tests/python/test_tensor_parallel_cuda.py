@@ -19,6 +19,7 @@ import pytest
 
 from kdtree_engine import synth
 from kdtree_engine.llm import default_model
+from sampled import compare
 
 _core: Any = pytest.importorskip("kdtree_engine._core")
 if not hasattr(_core, "op_linear"):
@@ -85,11 +86,12 @@ def check(engine: Any, alone: Any, n: int = 12 if LARGE else 3) -> None:
         prompt = ids_of(engine, seed, length)
         plain = generate(engine, prompt, "none", 0, n)
         assert len(plain) == n
-        for method, budget in (("dflash", 0), ("ddtree", 8), ("ddtree", 64)) if LARGE else ():
-            assert generate(engine, prompt, method, budget, n) == plain, (method, budget)
         sampled = generate(engine, prompt, "none", 0, n, heat=4)
         assert len(sampled) == n
-        assert generate(engine, prompt, "ddtree", 8, n, heat=4) == sampled
+        assert compare(engine, prompt, sampled, seed=0, temperature=4) >= n // 3
+        for method, budget in (("dflash", 0), ("ddtree", 8), ("ddtree", 64)) if LARGE else ():
+            assert generate(engine, prompt, method, budget, n) == plain, (method, budget)
+            assert generate(engine, prompt, method, budget, n, heat=4) == sampled
     prefix, tokens = ids_of(engine, 5, 33), ids_of(engine, 6, 9)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6]
     tree = engine.tree_logits(prefix, tokens, parents)

@@ -1,7 +1,7 @@
-"""Choosing a token from logits: temperature, top-k, min-p, top-p, and a number for each position.
+"""Choosing a token from logits: temperature, top-k, min-p, top-p, and noise for each position.
 
-The number depends on the seed and the position alone, so the text depends on (seed, prompt,
-options) alone, and a draft tree gives the tokens of plain decoding.
+The noise depends on the seed and the position alone, so the text depends on (seed, prompt, options)
+alone, and every draft tree gives the tokens of plain decoding.
 """
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
+HEAD = 64
 _STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -21,13 +22,25 @@ def _mix(x: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that chooses the token at `position` of prompt and output, from 0.
+class Noise:
+    """The random numbers that choose the token at `position` of prompt and output, from 0.
 
-    0 <= seed < 2**63. It has 53 bits: element `position` of a SplitMix64 stream that the seed
-    begins at a place of its own.
+    0 <= seed < 2**63. All of them come from one word of 64 bits: element `position` of a SplitMix64
+    stream that the seed begins at a place of its own.
     """
-    return (_mix((_mix(seed) + position * _STEP) & _WORD) >> 11) * 2.0**-53
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._key = _mix((_mix(seed) + position * _STEP) & _WORD)
+
+    def uniform(self) -> float:
+        """In [0, 1), of 53 bits."""
+        return (self._key >> 11) * 2.0**-53
+
+    def gumbel(self, tokens: npt.ArrayLike) -> F64:
+        """One for each token, of the standard Gumbel distribution."""
+        words = [_mix((self._key + (int(t) + 1) * _STEP) & _WORD) for t in np.ravel(tokens)]
+        u = (np.array([w >> 11 for w in words], dtype=np.float64) + 0.5) * 2.0**-53
+        return np.asarray(-np.log(-np.log(u)))
 
 
 def _nucleus(
@@ -79,14 +92,44 @@ def distribution(
 
 
 def draw(
-    logits: npt.ArrayLike, temperature: float, top_k: int, top_p: float, min_p: float, u: float
+    logits: npt.ArrayLike,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    noise: Noise,
 ) -> int:
-    """The token that `u` in [0, 1) chooses from `distribution`, -1 where there is none.
+    """The token that `noise` chooses from `distribution`, -1 where there is none.
 
-    It is the first, by logit and then by lower id, whose cumulative mass exceeds u times the whole.
+    The first, by logit and then by lower id, whose cumulative mass exceeds the uniform's share of
+    the whole, if it is not among the first HEAD tokens. Else the one of these with the greatest
+    log-probability plus Gumbel noise (Gumbel-max: Maddison et al., A* Sampling, 2014).
     """
     ids, weights = _nucleus(logits, temperature, top_k, top_p, min_p)
     if not ids.size:
         return -1
     mass = weights.cumsum()
-    return int(ids[(mass <= u * mass[-1]).sum()])
+    place = int((mass <= noise.uniform() * mass[-1]).sum())
+    if place >= HEAD:
+        return int(ids[place])
+    with np.errstate(divide="ignore"):
+        scores = np.log(weights[:HEAD]) + noise.gumbel(ids[:HEAD])
+    return int(ids[scores.argmax()])
+
+
+def add_noise(
+    logprobs: npt.ArrayLike, ids: npt.ArrayLike, scale: float, noise: Noise
+) -> tuple[F64, I64]:
+    """Drafted log-probabilities [K] given the noise of the target's draw, sorted, and their ids.
+
+    In proportion to exp(logprob + scale * noise); tokens that are not among them keep their mass.
+    """
+    tokens = np.asarray(ids, dtype=np.int64)
+    values = np.asarray(logprobs, dtype=np.float64)
+    others = max(0.0, 1 - np.exp(values).sum())
+    values = values + scale * noise.gumbel(tokens)
+    total = np.logaddexp.reduce(values)
+    if others > 0:
+        total = np.logaddexp(total, np.log(others))
+    order = np.lexsort((tokens, -values))
+    return values[order] - total, tokens[order]

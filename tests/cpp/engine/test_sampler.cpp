@@ -2,6 +2,9 @@
 // test_sampling.py.
 #include <cmath>
 #include <limits>
+#include <map>
+#include <numeric>
+#include <set>
 #include <string>
 
 #include "check.h"
@@ -12,73 +15,105 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Of tokens with these probabilities: what is drawn, "more" when that cannot be told.
-std::string drawn(const std::vector<double>& probabilities, bool complete,
-                  const RequestOptions& options, double uniform) {
+// What positions 0 to 999 of a text draw from tokens of these probabilities, whose ids are 10, 11
+// and so on; "more" when it cannot be told.
+std::set<std::string> drawn(const std::vector<double>& probabilities, bool complete,
+                            const RequestOptions& options) {
   std::vector<float> logprobs;
-  for (const double p : probabilities) logprobs.push_back(static_cast<float>(std::log(p)));
-  const auto index = draw(logprobs, complete, options, uniform);
-  return index ? std::to_string(*index) : "more";
+  std::vector<int32_t> ids;
+  for (const double p : probabilities) {
+    ids.push_back(10 + static_cast<int32_t>(ids.size()));
+    logprobs.push_back(static_cast<float>(std::log(p)));
+  }
+  std::set<std::string> found;
+  for (int64_t position = 0; position < 1000; ++position) {
+    const auto token = draw(logprobs, ids, complete, options, Noise(options.seed, position));
+    found.insert(token ? std::to_string(*token) : "more");
+  }
+  return found;
 }
 
-// The first outputs of SplitMix64 are known: of the state 1234567, 6457827717110365317.
-KDT_TEST(uniforms_are_those_of_the_reference) {
-  EXPECT_EQ(uniform_at(0, 0), 0.6524484863740322);
-  EXPECT_EQ(uniform_at(0, 1), 0.7012121095215252);
-  EXPECT_EQ(uniform_at(1, 0), 0.36818951565166946);
-  EXPECT_EQ(uniform_at(INT64_MAX, int64_t{1} << 24), 0.02745434838252181);
-}
+using Names = std::set<std::string>;
 
-KDT_TEST(the_first_whose_mass_exceeds_the_uniform) {
-  const std::vector<double> p = {0.5, 0.25, 0.125, 0.125};
-  const RequestOptions o{.temperature = 1};
-  EXPECT_EQ(drawn(p, true, o, 0), "0");
-  EXPECT_EQ(drawn(p, true, o, 0.49), "0");
-  EXPECT_EQ(drawn(p, true, o, 0.51), "1");
-  EXPECT_EQ(drawn(p, true, o, 0.76), "2");
-  EXPECT_EQ(drawn(p, true, o, std::nextafter(1.0, 0.0)), "3");
+KDT_TEST(noise_is_that_of_the_reference) {
+  EXPECT_EQ(Noise(0, 0).uniform(), 0.6524484863740322);
+  EXPECT_EQ(Noise(INT64_MAX, int64_t{1} << 24).uniform(), 0.02745434838252181);
+  EXPECT_NEAR(Noise(0, 0).gumbel(0), 3.529359741423534, 1e-12);
+  EXPECT_NEAR(Noise(0, 1).gumbel(7), 1.4676082311040297, 1e-12);
+  EXPECT_NEAR(Noise(1, 0).gumbel(163839), 0.4023559207716283, 1e-12);
+  EXPECT_NEAR(Noise(INT64_MAX, int64_t{1} << 24).gumbel(5), 3.004973998352375, 1e-12);
 }
 
 KDT_TEST(what_is_cut_off_is_never_drawn) {
   const std::vector<double> p = {0.5, 0.25, 0.125, 0.125};
-  const double last = std::nextafter(1.0, 0.0);
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_k = 1}, last), "0");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_k = 3}, last), "2");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_p = 0.7}, last), "1");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_p = 1e-9}, last), "0");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .min_p = 0.4}, last), "1");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .min_p = 1}, last), "0");
-  // Of the two that top_k leaves, the first has two thirds: enough for top_p.
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_k = 2, .top_p = 0.6}, last), "0");
-  EXPECT_EQ(drawn(p, true, {.temperature = 1, .top_p = 0.6, .min_p = 0.4}, last), "0");
-}
-
-// Two thirds of what is left, not of the whole.
-KDT_TEST(what_is_left_is_scaled_to_one) {
-  const std::vector<double> p = {0.5, 0.25, 0.125, 0.125};
-  for (const RequestOptions& o : {RequestOptions{.temperature = 1, .top_k = 2},
-                                  RequestOptions{.temperature = 1, .top_p = 0.74},
-                                  RequestOptions{.temperature = 1, .min_p = 0.49}}) {
-    EXPECT_EQ(drawn(p, true, o, 0.66), "0");
-    EXPECT_EQ(drawn(p, true, o, 0.67), "1");
-  }
+  EXPECT(drawn(p, true, {.temperature = 1}) == Names({"10", "11", "12", "13"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .top_k = 1}) == Names({"10"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .top_k = 3}) == Names({"10", "11", "12"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .top_p = 0.7}) == Names({"10", "11"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .top_p = 1e-9}) == Names({"10"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .min_p = 0.4}) == Names({"10", "11"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .min_p = 1}) == Names({"10"}));
+  // Of the two that are left, the first has two thirds: enough for top_p.
+  EXPECT(drawn(p, true, {.temperature = 1, .top_k = 2, .top_p = 0.6}) == Names({"10"}));
+  EXPECT(drawn(p, true, {.temperature = 1, .top_p = 0.6, .min_p = 0.4}) == Names({"10"}));
 }
 
 KDT_TEST(likeliest_tokens_may_be_too_few) {
   const std::vector<double> p = {0.5, 0.25};  // of more
-  EXPECT_EQ(drawn(p, false, {.temperature = 1}, 0.74), "1");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1}, 0.76), "more");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .top_p = 0.7}, 0.99), "1");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .top_p = 0.8}, 0.1), "more");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .top_k = 2}, 0.99), "1");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .top_k = 3}, 0.1), "more");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .min_p = 0.6}, 0.99), "0");
-  EXPECT_EQ(drawn(p, false, {.temperature = 1, .min_p = 0.4}, 0.1), "more");
+  EXPECT(drawn(p, false, {.temperature = 1}) == Names({"10", "11", "more"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .top_p = 0.7}) == Names({"10", "11"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .top_p = 0.8}) == Names({"more"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .top_k = 2}) == Names({"10", "11"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .top_k = 3}) == Names({"more"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .min_p = 0.6}) == Names({"10"}));
+  EXPECT(drawn(p, false, {.temperature = 1, .min_p = 0.4}) == Names({"more"}));
+}
+
+KDT_TEST(a_whole_row_is_drawn_from_as_its_head_is) {
+  // 100 tokens that are likely alike: what 64 of them can tell, all of them tell too.
+  const std::vector<float> logprobs(100, static_cast<float>(-std::log(100.0)));
+  std::vector<int32_t> ids(100);
+  std::iota(ids.begin(), ids.end(), 0);
+  int64_t from_head = 0;
+  for (int64_t position = 0; position < 1000; ++position) {
+    const Noise noise(7, position);
+    const RequestOptions o{.temperature = 1};
+    const auto all = draw(logprobs, ids, true, o, noise);
+    const auto head =
+        draw(std::span(logprobs).first(64), std::span(ids).first(64), false, o, noise);
+    if (head) EXPECT_EQ(*head, *all);
+    EXPECT_EQ(*all < 64, head.has_value());
+    from_head += head ? 1 : 0;
+  }
+  EXPECT(from_head > 580 && from_head < 700);
 }
 
 KDT_TEST(no_distribution) {
-  EXPECT_EQ(*draw(std::vector<float>{-kInf, -kInf}, false, {.temperature = 1}, 0.5), -1);
-  EXPECT_EQ(*draw({}, true, {.temperature = 1}, 0.5), -1);
+  const std::vector<int32_t> ids = {4, 5};
+  const Noise noise(0, 0);
+  EXPECT_EQ(*draw(std::vector<float>{-kInf, -kInf}, ids, false, {.temperature = 1}, noise), -1);
+  EXPECT_EQ(*draw({}, {}, true, {.temperature = 1}, noise), -1);
+}
+
+KDT_TEST(drafts_with_noise_are_sorted_and_keep_the_mass_of_others) {
+  const Noise noise(3, 4);
+  const RequestOptions o{.draft_temperature = 2, .temperature = 5};
+  std::vector<int32_t> ids = {8, 1, 6};
+  std::vector<float> logprobs = {std::log(0.4f), std::log(0.3f), std::log(0.2f)};
+  std::map<int32_t, double> mass;
+  double sum = 0.1;
+  for (size_t i = 0; i < 3; ++i)
+    sum += mass[ids[i]] = std::exp(logprobs[i] + 0.7 * 5 / 2 * noise.gumbel(ids[i]));
+  add_noise(logprobs, ids, o, noise);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_NEAR(std::exp(logprobs[i]), mass[ids[i]] / sum, 1e-5);
+    if (i > 0) EXPECT(logprobs[i] <= logprobs[i - 1]);
+  }
+  EXPECT(ids != std::vector<int32_t>({8, 1, 6}));
+  // A row without a distribution stays one.
+  logprobs.assign(3, -kInf);
+  add_noise(logprobs, ids, o, noise);
+  EXPECT(logprobs == std::vector<float>(3, -kInf));
 }
 
 KDT_TEST(a_row_is_sorted_with_equals_by_lower_id) {
