@@ -207,7 +207,7 @@ def test_command_writes(run: Run, tmp_path: Path) -> None:
 def test_wrong_options(options: str, message: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    status, out, err = run(*options.replace("DIR", str(tmp_path)).split())
+    status, out, err = run(*(word.replace("DIR", str(tmp_path)) for word in options.split()))
     assert (status, out) == (2, "")
     assert err.startswith(f"kdtree: error: {message.replace('DIR', str(tmp_path))}")
     assert err.count("\n") == 1
