@@ -4,8 +4,6 @@
 #include "backend/checks.h"
 #include "core/clock.h"
 #include "engine/engine.h"
-#include "engine/limits.h"
-#include "engine/sampler.h"
 
 namespace kdt {
 
@@ -130,7 +128,7 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   if (request.is_greedy()) {
     choose_candidates(logits.rows(0, max_depth), request.options.draft_temperature, logprobs, ids);
   } else {
-    choose_with_noise(request, logits.rows(0, max_depth), logprobs, ids);
+    choose_noisy_candidates(request, logits.rows(0, max_depth), logprobs, ids);
   }
   const int64_t slots = budget + 1;
   const auto array = [&](int64_t i) { return tree_ints_.tensor.rows(1 + i * slots, slots); };
@@ -159,31 +157,6 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   return tree;
 }
 
-void Engine::choose_with_noise(const Request& request, const Tensor& logits, const Tensor& logprobs,
-                               const Tensor& ids) {
-  const RequestOptions& options = request.options;
-  const int64_t rows = logprobs.dim(0), width = logprobs.dim(1);
-  // More than are wanted: noise may lift a token from below.
-  const int64_t count = std::max(width, std::min(kSampleCandidates, config_.vocab_size));
-  const Tensor some = logprobs_.tensor.rows(0, rows * count).view({rows, count});
-  const Tensor some_ids = candidate_ids_.tensor.rows(0, rows * count).view({rows, count});
-  choose_candidates(logits, options.draft_temperature, some, some_ids);
-  std::vector<float> values(rows * count);
-  std::vector<int32_t> tokens(rows * count);
-  backend_->download(values.data(), some);
-  backend_->download(tokens.data(), some_ids);
-  const auto length = static_cast<int64_t>(request.token_ids.size());
-  for (int64_t row = 0; row < rows; ++row) {
-    const std::span row_values(values.data() + row * count, count);
-    const std::span row_tokens(tokens.data() + row * count, count);
-    add_noise(row_values, row_tokens, options, Noise(options.seed, length + row));
-    std::copy_n(row_values.begin(), width, values.begin() + row * width);
-    std::copy_n(row_tokens.begin(), width, tokens.begin() + row * width);
-  }
-  backend_->upload(logprobs, values.data());
-  backend_->upload(ids, tokens.data());
-}
-
 bool Engine::draft() {
   draft_batch_->upload();
   return passes_->run({kDraft, draft_batch_->num_sequences(), draft_batch_->num_chosen()}, [&] {
@@ -204,9 +177,11 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
                     std::vector<std::vector<int32_t>>& target_tokens) {
   const Clock clock;
   batch_->clear();
+  std::vector<PassRows> parts;
   for (size_t i = 0; i < requests.size(); ++i) {
     const Request& request = *requests[i];
     const DraftTree& tree = outputs[i]->tree;
+    parts.push_back({&request, &tree, batch_->num_rows()});
     batch_->begin_sequence(request.num_cached, block_table(request.slot));
     batch_->add_row(request.token_ids.back(), request.num_cached, -1);
     for (int64_t slot = 1; slot < tree.num_nodes(); ++slot) {
@@ -217,19 +192,13 @@ void Engine::verify(const std::vector<Request*>& requests, std::vector<StepOutpu
   const bool greedy = std::all_of(requests.begin(), requests.end(),
                                   [](const Request* request) { return request->is_greedy(); });
   const bool typical = greedy ? forward_and_choose() : forward();
-  std::vector<int32_t> tokens;
-  if (greedy) tokens = chosen_tokens(batch_->num_rows());
   target_tokens.clear();
-  int64_t row = 0;
-  for (size_t i = 0; i < requests.size(); ++i) {
-    const DraftTree& tree = outputs[i]->tree;
-    const int64_t count = std::max<int64_t>(1, tree.num_nodes());
-    if (greedy) {
-      target_tokens.emplace_back(tokens.begin() + row, tokens.begin() + row + count);
-    } else {
-      target_tokens.push_back(next_tokens(*requests[i], tree, row));
-    }
-    row += count;
+  if (greedy) {
+    const std::vector<int32_t> tokens = chosen_tokens(batch_->num_rows());
+    for (const PassRows& part : parts)
+      target_tokens.emplace_back(tokens.begin() + part.begin, tokens.begin() + part.end());
+  } else {
+    target_tokens = next_tokens(parts);
   }
   ++stats_.target_forwards;
   const double ms = clock.ms();

@@ -66,21 +66,16 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
   batch_ = std::make_unique<RowBatch>(*backend_, max_rows_, max_num_seqs_, blocks_per_slot_);
   logits_ = backend_->allocate(DType::kFloat32, {kLogitRows, target_->vocab_local()});
   token_out_ = backend_->allocate(DType::kInt32, {2 * max_rows_});
-  if (communicator_) {
-    gathered_ = backend_->allocate(
-        DType::kInt32,
-        {shard_.size * std::max(2 * max_rows_, kLogitRows * target_->vocab_local())});
-  }
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
   const int64_t block = draft_ ? draft_->config().block_size : 1;
-  const int64_t candidates = std::max(kLogitRows * kSampleCandidates, (block - 1) * kMaxTreeBudget);
+  const int64_t candidates = std::max(kLogitRows * kSampleHead, (block - 1) * kMaxTreeBudget);
   logprobs_ = backend_->allocate(DType::kFloat32, {candidates});
   candidate_ids_ = backend_->allocate(DType::kInt32, {candidates});
   if (communicator_) {
-    part_topk_ =
-        backend_->allocate(DType::kInt32, {2 * candidates + std::max(kLogitRows, block - 1)});
-    const int64_t needed = shard_.size * part_topk_.tensor.numel();
-    if (gathered_.tensor.numel() < needed) gathered_ = backend_->allocate(DType::kInt32, {needed});
+    const int64_t of_topk = 2 * candidates + std::max(kLogitRows, block - 1);
+    part_topk_ = backend_->allocate(DType::kInt32, {of_topk});
+    const int64_t most = std::max({2 * max_rows_, kLogitRows * target_->vocab_local(), of_topk});
+    gathered_ = backend_->allocate(DType::kInt32, {shard_.size * most});
   }
   constexpr int64_t kMaxSlots = kMaxTreeBudget + 1;
   tree_ints_ = backend_->allocate(DType::kInt32,
@@ -198,8 +193,7 @@ Method Engine::checked_method(const RequestOptions& o) const {
     KDT_CHECK_ARGUMENT(o.tree_topk <= 1, "method is 'dflash', a chain, but tree_topk is ",
                        o.tree_topk);
     KDT_CHECK_ARGUMENT(o.draft_temperature == 1,
-                       "method is 'dflash', a chain of the likeliest tokens at any temperature, "
-                       "but draft_temperature is ",
+                       "method is 'dflash', a chain, but draft_temperature is ",
                        o.draft_temperature);
     return Method::kChain;
   }
@@ -351,7 +345,7 @@ void Engine::prefill(Request& request, StepOutput& output) {
   stats_.prefill_tokens += count;
   ++stats_.target_forwards;
   if (!request.prefilling()) {
-    commit_tokens(request, next_tokens(request, {}, count - 1), output);
+    commit_tokens(request, next_tokens({{&request, &output.tree, count - 1}})[0], output);
     output.accept_length = 1;
   }
   output.verify_ms = clock.ms();

@@ -1,6 +1,7 @@
 // The engine: a loaded target with its drafter, and the requests it works on in rounds.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <string>
@@ -110,25 +111,44 @@ class Engine {
   bool forward();
   // As forward(), and chooses each row's next token.
   bool forward_and_choose();
-  // The target's next tokens after the pass's rows [begin, begin + count): chooses them on the back
+  // A request's rows of a pass, one for each slot of its tree, or one where that is empty.
+  struct PassRows {
+    const Request* request;
+    const DraftTree* tree;
+    int64_t begin;
+
+    int64_t count() const { return std::max<int64_t>(1, tree->num_nodes()); }
+    int64_t end() const { return begin + count(); }
+  };
+  // Likely tokens of some rows on the host, [rows, width], each row descending.
+  struct Candidates {
+    std::vector<float> logprobs;
+    std::vector<int32_t> ids;
+  };
+
+  // Logits of the pass's rows [begin, begin + count), at most kLogitRows, until the next call.
+  Tensor logits_of(int64_t begin, int64_t count);
+  // The likeliest tokens after the pass's rows [begin, begin + count): chooses them on the back
   // end, then fetches them.
   void choose_tokens(int64_t begin, int64_t count);
   std::vector<int32_t> chosen_tokens(int64_t count);
-  // The target's tokens after the slots of a request's tree, or after its last row where that is
-  // empty, which are the pass's rows from `first_row` on. -1 for a row whose logits are no numbers,
-  // and when sampling for slots that the walk does not come to.
-  std::vector<int32_t> next_tokens(const Request& request, const DraftTree& tree,
-                                   int64_t first_row);
-  std::vector<int32_t> sampled_tokens(const Request& request, const DraftTree& tree,
-                                      int64_t first_row);
+  // The halves of choose_tokens: rows from `row` on, and the end for all `count`.
+  void choose_likeliest(const Tensor& logits, int64_t row, int64_t count);
+  void gather_likeliest(int64_t count);
+  // The target's token after each row of these requests, which lie one after another in the pass.
+  // -1 where the logits are no numbers, and when sampling where the walk does not come.
+  std::vector<std::vector<int32_t>> next_tokens(const std::vector<PassRows>& parts);
+  std::vector<int32_t> drawn_tokens(const PassRows& part, const Candidates& candidates);
   // Appends the logits of the pass's rows [begin, begin + count).
   void append_logits(int64_t begin, int64_t count, std::vector<float>& out);
   // The most probable tokens of each row of logits.
   void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
                          const Tensor& ids);
-  // The same of drafted logits for a request that samples: likely to be drawn by the target.
-  void choose_with_noise(const Request& request, const Tensor& logits, const Tensor& logprobs,
-                         const Tensor& ids);
+  // The same, fetched, at the end of `out`.
+  void fetch_candidates(const Tensor& logits, double temperature, int64_t width, Candidates& out);
+  // Those of drafted logits with the noise of the draws to come, sorted again.
+  void choose_noisy_candidates(const Request& request, const Tensor& logits, const Tensor& logprobs,
+                               const Tensor& ids);
   // Caches the tokens in the spare slot; their logits go to the end of `logits` unless it is null.
   void prefill_spare(const char* name, const std::vector<int64_t>& token_ids,
                      std::vector<float>* logits);
@@ -145,10 +165,11 @@ class Engine {
   std::unique_ptr<KvCache> target_cache_, draft_cache_;
   std::unique_ptr<RowBatch> batch_, draft_batch_, context_batch_;
   Buffer logits_, token_out_, draft_logits_, row_indices_;
-  Buffer part_topk_, gathered_;  // of this rank and of all, when there are several
+  Buffer part_topk_, gathered_;      // of this rank and of all, when there are several
+  Buffer logprobs_, candidate_ids_;  // of one request's drafts or of kLogitRows rows to sample
   // Of one request's tree at a time, at the largest budget. What goes together to or from the
   // device lies side by side in tree_ints_.
-  Buffer logprobs_, candidate_ids_, tree_ints_, tree_logw_;
+  Buffer tree_ints_, tree_logw_;
   std::vector<Buffer> pending_features_;  // one a slot
   std::vector<int64_t> free_slots_;
   std::deque<std::unique_ptr<Request>> waiting_;

@@ -10,8 +10,7 @@ inline constexpr int64_t kMaxContext = int64_t{1} << 24;
 inline constexpr int64_t kMaxSequences = 1024;
 // The rows of a chunk all see each other, so what a pass keeps of that grows with the square.
 inline constexpr int64_t kMaxChunk = 4096;
-inline constexpr int64_t kLogitRows = 128;        // held at once
-inline constexpr int64_t kSampleCandidates = 64;  // of a row: few draws need more
+inline constexpr int64_t kLogitRows = 128;  // held at once
 // Rows of features kept for a drafter that has not been asked; a request that never drafts is
 // spared their cost.
 inline constexpr int64_t kPendingRows = 1024;

@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "backend/checks.h"
-#include "engine/limits.h"
 
 namespace kdt {
 namespace {
@@ -39,8 +38,9 @@ Noise::Noise(int64_t seed, int64_t position)
 double Noise::uniform() const { return static_cast<double>(key_ >> 11) * 0x1p-53; }
 
 double Noise::gumbel(int32_t token) const {
-  const uint64_t bits = mix(key_ + (static_cast<uint64_t>(token) + 1) * kGolden) >> 11;
-  return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-53));
+  // 52 bits and a half are a double, and never 0 or 1.
+  const uint64_t bits = mix(key_ + (static_cast<uint64_t>(token) + 1) * kGolden) >> 12;
+  return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-52));
 }
 
 std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int32_t> ids,
@@ -56,11 +56,11 @@ std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int
     mass.push_back(p + (mass.empty() ? 0 : mass.back()));
   }
   auto left = static_cast<int64_t>(mass.size());
-  const bool all_kept_known = complete || left < most || (o.top_k > 0 && o.top_k <= known);
-  const bool all_kept = o.top_k == 0 && o.min_p == 0;
-  if (!all_kept_known && !all_kept) return std::nullopt;
+  const bool total_known = complete || left < most || (o.top_k > 0 && o.top_k <= known);
+  const bool uncut = o.top_k == 0 && o.min_p == 0;
+  if (!total_known && !uncut) return std::nullopt;
 
-  double total = all_kept_known ? mass.back() : 1;
+  double total = total_known ? mass.back() : 1;
   const auto end = std::lower_bound(mass.begin(), mass.end(), o.top_p * total);
   const bool nucleus_known = end != mass.end();
   if (nucleus_known) {
@@ -72,8 +72,8 @@ std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int
   const int64_t index =
       std::upper_bound(mass.begin(), mass.begin() + left, noise.uniform() * total) - mass.begin();
   if (index == left && !nucleus_known) return std::nullopt;
-  const int64_t head = std::min(left, kSampleCandidates);
-  if (index >= head && head < left) return ids[std::min(index, left - 1)];
+  const int64_t head = std::min(left, kSampleHead);
+  if (index >= head) return ids[index];
   int32_t best = -1;
   double best_value = 0;
   for (int64_t i = 0; i < head; ++i) {
@@ -107,8 +107,8 @@ void add_noise(std::span<float> logprobs, std::span<int32_t> ids, const RequestO
                const Noise& noise) {
   // Were the drafter's distribution the target's, all of the noise would tell the token. Part of it
   // is what the drafter does not know; this share was accepted most (docs/adr/0022).
-  constexpr double kShare = 0.7;
-  const double scale = kShare * options.temperature / options.draft_temperature;
+  constexpr double kNoiseShare = 0.7;
+  const double scale = kNoiseShare * options.temperature / options.draft_temperature;
   std::vector<std::pair<double, int32_t>> noisy;
   double others = 1;  // the mass of tokens that are not given, which stays
   for (size_t i = 0; i < ids.size(); ++i) {

@@ -14,6 +14,10 @@
 
 namespace kdt {
 
+// Among so many of a row's likeliest tokens noise of their own decides. Part of what a seed means:
+// with another number it gives other texts.
+inline constexpr int64_t kSampleHead = 64;
+
 // Throws std::invalid_argument naming an option that is out of its range.
 void check_sampling(const RequestOptions& options);
 
@@ -35,9 +39,9 @@ class Noise {
 // when there is no distribution (the greatest is not finite). Kept are the first top_k, of those
 // the ones at least min_p times as probable as the first, of those the fewest that have top_p of
 // their mass. Should the first whose cumulative mass exceeds noise.uniform() of all that is left
-// come after the first kSampleCandidates, then it is drawn; else the one of these with the greatest
+// come after the first kSampleHead, then it is drawn; else the one of these with the greatest
 // log-probability + noise.gumbel(id). Nothing when more tokens than given must be known for that;
-// `complete`: there are no more.
+// at least kSampleHead are given, or all there are, which is told by `complete`.
 std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int32_t> ids,
                             bool complete, const RequestOptions& options, const Noise& noise);
 

@@ -8,24 +8,35 @@
 
 namespace kdt {
 
-void Engine::choose_tokens(int64_t begin, int64_t count) {
-  for (int64_t row = 0; row < count; row += kLogitRows) {
-    const int64_t rows = std::min(kLogitRows, count - row);
-    const Tensor logits = logits_.tensor.rows(0, rows);
-    const Tensor ids = token_out_.tensor.rows(row, rows);
-    target_->lm_head(target_->hidden(begin + row + rows).rows(begin + row, rows), logits);
-    if (!communicator_) {
-      backend_->argmax({.logits = logits, .ids = ids});
-      continue;
-    }
-    const Tensor values(token_out_.tensor.rows(count + row, rows).raw(), DType::kFloat32, {rows});
-    backend_->argmax(
-        {.logits = logits, .ids = ids, .values = values, .first_id = target_->vocab_begin()});
+Tensor Engine::logits_of(int64_t begin, int64_t count) {
+  const Tensor logits = logits_.tensor.rows(0, count);
+  target_->lm_head(target_->hidden(begin + count).rows(begin, count), logits);
+  return logits;
+}
+
+void Engine::choose_likeliest(const Tensor& logits, int64_t row, int64_t count) {
+  const int64_t rows = logits.dim(0);
+  const Tensor ids = token_out_.tensor.rows(row, rows);
+  if (!communicator_) {
+    backend_->argmax({.logits = logits, .ids = ids});
+    return;
   }
+  const Tensor values(token_out_.tensor.rows(count + row, rows).raw(), DType::kFloat32, {rows});
+  backend_->argmax(
+      {.logits = logits, .ids = ids, .values = values, .first_id = target_->vocab_begin()});
+}
+
+void Engine::gather_likeliest(int64_t count) {
   if (!communicator_) return;
   const int64_t size = shard_.size;
   communicator_->all_gather(token_out_.tensor.rows(0, 2 * count),
                             gathered_.tensor.rows(0, size * 2 * count).view({size, 2 * count}));
+}
+
+void Engine::choose_tokens(int64_t begin, int64_t count) {
+  for (int64_t row = 0; row < count; row += kLogitRows)
+    choose_likeliest(logits_of(begin + row, std::min(kLogitRows, count - row)), row, count);
+  gather_likeliest(count);
 }
 
 std::vector<int32_t> Engine::chosen_tokens(int64_t count) {
@@ -55,48 +66,64 @@ std::vector<int32_t> Engine::chosen_tokens(int64_t count) {
   return tokens;
 }
 
-std::vector<int32_t> Engine::next_tokens(const Request& request, const DraftTree& tree,
-                                         int64_t first_row) {
-  if (!request.is_greedy()) return sampled_tokens(request, tree, first_row);
-  const int64_t slots = std::max<int64_t>(1, tree.num_nodes());
-  choose_tokens(first_row, slots);
-  return chosen_tokens(slots);
+std::vector<std::vector<int32_t>> Engine::next_tokens(const std::vector<PassRows>& parts) {
+  const int64_t begin = parts.front().begin, end = parts.back().end(), count = end - begin;
+  bool any_greedy = false;
+  std::vector<Candidates> candidates(parts.size());
+  for (int64_t row = begin; row < end; row += kLogitRows) {
+    const int64_t rows = std::min(kLogitRows, end - row);
+    const Tensor logits = logits_of(row, rows);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const int64_t first = std::max(parts[i].begin, row);
+      const int64_t last = std::min(parts[i].end(), row + rows);
+      if (first >= last) continue;
+      const Tensor own = logits.rows(first - row, last - first);
+      if (parts[i].request->is_greedy()) {
+        choose_likeliest(own, first - begin, count);
+        any_greedy = true;
+      } else {
+        const int64_t width = std::min(kSampleHead, config_.vocab_size);
+        fetch_candidates(own, parts[i].request->options.temperature, width, candidates[i]);
+      }
+    }
+  }
+  std::vector<int32_t> likeliest;
+  if (any_greedy) {
+    gather_likeliest(count);
+    likeliest = chosen_tokens(count);
+  }
+  std::vector<std::vector<int32_t>> tokens;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].request->is_greedy()) {
+      const auto first = likeliest.begin() + (parts[i].begin - begin);
+      tokens.emplace_back(first, first + parts[i].count());
+    } else {
+      tokens.push_back(drawn_tokens(parts[i], candidates[i]));
+    }
+  }
+  return tokens;
 }
 
-std::vector<int32_t> Engine::sampled_tokens(const Request& request, const DraftTree& tree,
-                                            int64_t first_row) {
-  const RequestOptions& options = request.options;
-  const int64_t slots = std::max<int64_t>(1, tree.num_nodes());
-  const int64_t width = std::min(kSampleCandidates, config_.vocab_size);
-  std::vector<float> logprobs(slots * width);
-  std::vector<int32_t> ids(slots * width);
-  for (int64_t slot = 0; slot < slots; slot += kLogitRows) {
-    const int64_t rows = std::min(kLogitRows, slots - slot), row = first_row + slot;
-    const Tensor logits = logits_.tensor.rows(0, rows);
-    target_->lm_head(target_->hidden(row + rows).rows(row, rows), logits);
-    const Tensor some = logprobs_.tensor.rows(0, rows * width).view({rows, width});
-    const Tensor some_ids = candidate_ids_.tensor.rows(0, rows * width).view({rows, width});
-    choose_candidates(logits, options.temperature, some, some_ids);
-    backend_->download(logprobs.data() + slot * width, some);
-    backend_->download(ids.data() + slot * width, some_ids);
-  }
-
-  const auto length = static_cast<int64_t>(request.token_ids.size());
+std::vector<int32_t> Engine::drawn_tokens(const PassRows& part, const Candidates& candidates) {
+  const RequestOptions& options = part.request->options;
+  const auto length = static_cast<int64_t>(part.request->token_ids.size());
+  const auto width = static_cast<int64_t>(candidates.ids.size()) / part.count();
   const auto token_of = [&](int32_t slot) {
-    const Noise noise(options.seed, length + (slot == 0 ? 0 : tree.depths[slot]));
-    const auto likeliest = [&](const auto& list) {
+    const Noise noise(options.seed, length + (slot == 0 ? 0 : part.tree->depths[slot]));
+    const auto of_slot = [&](const auto& list) {
       return std::span(list).subspan(slot * width, width);
     };
-    const auto token =
-        draw(likeliest(logprobs), likeliest(ids), width == config_.vocab_size, options, noise);
+    const auto token = draw(of_slot(candidates.logprobs), of_slot(candidates.ids),
+                            width == config_.vocab_size, options, noise);
     if (token) return *token;
     std::vector<float> logits;
-    append_logits(first_row + slot, 1, logits);
+    append_logits(part.begin + slot, 1, logits);
     const SortedRow all(logits, options.temperature);
     return *draw(all.logprobs, all.ids, true, options, noise);
   };
-  std::vector<int32_t> tokens(slots, -1);
-  for (int32_t slot = 0; slot >= 0; slot = tree.child(slot, tokens[slot]))
+  // Only of the slots that the walk will come to: a whole row may be needed for one.
+  std::vector<int32_t> tokens(part.count(), -1);
+  for (int32_t slot = 0; slot >= 0; slot = part.tree->child(slot, tokens[slot]))
     tokens[slot] = token_of(slot);
   return tokens;
 }
@@ -106,8 +133,7 @@ void Engine::append_logits(int64_t begin, int64_t count, std::vector<float>& out
   std::vector<float> parts;
   for (int64_t row = begin; row < begin + count; row += kLogitRows) {
     const int64_t rows = std::min(kLogitRows, begin + count - row);
-    const Tensor logits = logits_.tensor.rows(0, rows);
-    target_->lm_head(target_->hidden(row + rows).rows(row, rows), logits);
+    const Tensor logits = logits_of(row, rows);
     const size_t at = out.size();
     out.resize(at + rows * config_.vocab_size);
     if (!communicator_) {
@@ -151,6 +177,39 @@ void Engine::choose_candidates(const Tensor& logits, double temperature, const T
        .first_id = target_->vocab_begin()});
   communicator_->all_gather(part, all);
   backend_->merge_topk({.parts = all, .logprobs = logprobs, .ids = ids});
+}
+
+void Engine::fetch_candidates(const Tensor& logits, double temperature, int64_t width,
+                              Candidates& out) {
+  const int64_t rows = logits.dim(0);
+  const Tensor logprobs = logprobs_.tensor.rows(0, rows * width).view({rows, width});
+  const Tensor ids = candidate_ids_.tensor.rows(0, rows * width).view({rows, width});
+  choose_candidates(logits, temperature, logprobs, ids);
+  const size_t at = out.ids.size();
+  out.logprobs.resize(at + rows * width);
+  out.ids.resize(at + rows * width);
+  backend_->download(out.logprobs.data() + at, logprobs);
+  backend_->download(out.ids.data() + at, ids);
+}
+
+void Engine::choose_noisy_candidates(const Request& request, const Tensor& logits,
+                                     const Tensor& logprobs, const Tensor& ids) {
+  const RequestOptions& options = request.options;
+  const int64_t rows = logprobs.dim(0), width = logprobs.dim(1);
+  // At least all that noise can lift over others.
+  const int64_t count = std::max(width, std::min(kSampleHead, config_.vocab_size));
+  Candidates candidates;
+  fetch_candidates(logits, options.draft_temperature, count, candidates);
+  const auto length = static_cast<int64_t>(request.token_ids.size());
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto logprobs_of_row = std::span(candidates.logprobs).subspan(row * count, count);
+    const auto ids_of_row = std::span(candidates.ids).subspan(row * count, count);
+    add_noise(logprobs_of_row, ids_of_row, options, Noise(options.seed, length + row));
+    std::copy_n(logprobs_of_row.begin(), width, candidates.logprobs.begin() + row * width);
+    std::copy_n(ids_of_row.begin(), width, candidates.ids.begin() + row * width);
+  }
+  backend_->upload(logprobs, candidates.logprobs.data());
+  backend_->upload(ids, candidates.ids.data());
 }
 
 double Engine::agreed(double ms) {

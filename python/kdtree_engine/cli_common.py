@@ -83,8 +83,8 @@ _NAMES_INSIDE = re.compile(
     r"tensor_parallel_size|(?:(?<=and )|(?<=lower ))overhead)(?![\w/'-]|\.\w)"
 )
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
-# What a terminal shows that cannot show these.
 _WIDEST = 1_000_000  # of a line that no terminal folds
+# What a terminal shows that cannot show these.
 _ASCII = {"·": ".", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "×": "x", "✓": "*"}
 _ASCII |= {bar: str(height + 1) for height, bar in enumerate("▁▂▃▄▅▆▇█")}
 

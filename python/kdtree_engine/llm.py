@@ -368,7 +368,8 @@ class LLM:
             tree_topk=speculative.tree_topk,
             draft_temperature=speculative.draft_temperature,
             temperature=params.temperature,
-            top_k=min(max(params.top_k, 0), self._last_id + 1),
+            # As many as there are cut nothing off.
+            top_k=params.top_k if 0 < params.top_k <= self._last_id else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=params.seed or 0,

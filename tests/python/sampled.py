@@ -32,7 +32,8 @@ def compare(engine: Any, prompt: Sequence[int], tokens: Sequence[int], **setting
     for position, (row, token) in enumerate(zip(rows, tokens, strict=True), len(prompt)):
         near = set()
         for by in (-ROUNDING, 0.0, ROUNDING):
-            logits = row + law["temperature"] * rng.uniform(-ROUNDING, ROUNDING, row.shape)
+            nudge = law["temperature"] * rng.uniform(-ROUNDING, ROUNDING, row.shape)
+            logits = row + nudge if by else row
             near.add(draw(logits, **law, noise=_Nudged(seed, position, by)))
         assert token in near, (position, token, near)
         told += len(near) == 1

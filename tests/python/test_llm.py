@@ -111,7 +111,7 @@ def test_neutral_params_are_taken() -> None:
         ),
         ({"temperature": 1, "top_k": -1, "min_p": 1, "seed": 5}, (1.0, 0, 1.0, 1.0, 5)),
         # There are no more than 512 tokens.
-        ({"temperature": 1, "top_k": 10**30, "seed": np.int64(5)}, (1.0, 512, 1.0, 0.0, 5)),
+        ({"temperature": 1, "top_k": 10**30, "seed": np.int64(5)}, (1.0, 0, 1.0, 0.0, 5)),
         # Greedy, whatever the others are.
         ({"top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 3}, (0.0, 40, 0.9, 0.1, 3)),
     ],

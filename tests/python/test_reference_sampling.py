@@ -211,7 +211,7 @@ def test_the_generator_is_splitmix64():
 def test_numbers_have_53_bits_and_depend_on_seed_and_position():
     key = _mix((_mix(3) + 5 * 0x9E3779B97F4A7C15) % 2**64)
     assert uniform(3, 5) == (key >> 11) / 2**53
-    u = ((_mix((key + 8 * 0x9E3779B97F4A7C15) % 2**64) >> 11) + 0.5) / 2**53
+    u = ((_mix((key + 8 * 0x9E3779B97F4A7C15) % 2**64) >> 12) + 0.5) / 2**52
     assert Noise(3, 5).gumbel([7]) == pytest.approx(-math.log(-math.log(u)), rel=1e-12)
     many = [uniform(s, p) for s in (0, 1, 2**63 - 1) for p in (0, 1, 2, 10**7)]
     assert len(set(many)) == len(many) and all(0 <= u < 1 for u in many)

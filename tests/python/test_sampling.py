@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kdtree_engine
+import make_tiny_model
 from kdtree_engine.reference.sampling import distribution
 from sampled import compare
 
@@ -60,17 +61,19 @@ def test_draws_are_those_of_numpy(engine: Any, setting: dict[str, Any]) -> None:
 def test_draws_from_whole_rows(engine: Any) -> None:
     """Beyond the likeliest tokens, which are looked at first, a whole row is needed."""
     prompt = random_ids(engine, 2, 5)
-    tokens = generate(engine, prompt, temperature=8.0, seed=3, max_tokens=60)
+    tokens = generate(engine, prompt, temperature=8.0, seed=3)
     rows = engine.logits(prompt + tokens)[len(prompt) - 1 : -1]
     ranks = [int((row > row[token]).sum()) for row, token in zip(rows, tokens, strict=True)]
-    assert sum(rank >= 64 for rank in ranks) > 10
-    for method, budget in METHODS:
-        got = generate(engine, prompt, temperature=8.0, seed=3, max_tokens=60, method=method,
-                       tree_budget=budget)  # fmt: skip
-        assert got == tokens
+    assert sum(rank >= 64 for rank in ranks) > 8
+    assert compare(engine, prompt, tokens, temperature=8.0, seed=3) > 20
+    for budget in (0, 16):
+        drafted = generate(
+            engine, prompt, temperature=8.0, seed=3, method="ddtree", tree_budget=budget
+        )
+        assert drafted == tokens
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[4]], ids=str)
 def test_every_method_gives_the_tokens_of_plain_decoding(
     engine: Any, setting: dict[str, Any]
 ) -> None:
@@ -82,7 +85,8 @@ def test_every_method_gives_the_tokens_of_plain_decoding(
             assert got == plain, (method, budget)
 
 
-def test_first_tokens_follow_the_law(engine: Any) -> None:
+def test_first_tokens_follow_the_law(tiny_model: Path) -> None:
+    engine = _core.Engine(str(tiny_model), num_threads=2)
     prompt = random_ids(engine, 4, 12)
     setting = {"temperature": 1.3, "top_k": 12, "top_p": 0.9}
     p = distribution(engine.logits(prompt)[-1], **setting)
@@ -144,3 +148,27 @@ def test_drafts_are_made_with_the_noise_of_the_draws() -> None:
     ]
     outputs = llm.generate(prompts[:12], params, speculative_config={"tree_budget": 16})
     assert np.mean([o.spec.tokens_per_forward for o in outputs]) > 2.45
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_vocabulary_smaller_than_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(make_tiny_model, "VOCAB", 48)
+    folder = make_tiny_model.make(tmp_path)
+    for config in (folder / "config.json", folder / "drafter" / "config.json"):
+        text = config.read_text()
+        for token in ("508", "509", "510", "511", "500"):
+            text = text.replace(token, "47")
+        config.write_text(text)
+    (folder / "generation_config.json").unlink()
+    engine = _core.Engine(
+        str(folder), str(folder / "drafter"), tensor_parallel_size=ranks, expert_parallel=ranks > 1
+    )
+    prompt = random_ids(engine, 1, 6)
+    for setting in ({"temperature": 3.0}, {"temperature": 2.0, "top_k": 30, "top_p": 0.9}):
+        tokens = generate(engine, prompt, seed=2, **setting)
+        assert compare(engine, prompt, tokens, seed=2, **setting) > 30
+        for budget in (0, 64):
+            options = {"method": "ddtree", "tree_budget": budget, **setting}
+            assert generate(engine, prompt, seed=2, **options) == tokens

@@ -94,7 +94,6 @@ def test_every_method_gives_the_tokens_of_plain_decoding(group: tuple[str, Any])
     "setting",
     [
         {"temperature": 0.8, "top_p": 0.95},
-        {"temperature": 1.0, "top_k": 8, "min_p": 0.01},
         {"temperature": 4.0},  # many draws from whole rows
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """Choosing a token from logits: temperature, top-k, min-p, top-p, and noise for each position.
 
-The noise depends on the seed and the position alone, so the text depends on (seed, prompt, options)
-alone, and every draft tree gives the tokens of plain decoding.
+The noise is a function of seed, position and token id, so the text depends on (seed, prompt,
+options) alone, and every draft tree gives the tokens of plain decoding.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ class Noise:
     def gumbel(self, tokens: npt.ArrayLike) -> F64:
         """One for each token, of the standard Gumbel distribution."""
         words = [_mix((self._key + (int(t) + 1) * _STEP) & _WORD) for t in np.ravel(tokens)]
-        u = (np.array([w >> 11 for w in words], dtype=np.float64) + 0.5) * 2.0**-53
+        u = (np.array([w >> 12 for w in words], dtype=np.float64) + 0.5) * 2.0**-52
         return np.asarray(-np.log(-np.log(u)))
 
 
