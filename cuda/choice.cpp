@@ -3,7 +3,6 @@
 #include "cuda_backend.h"
 #include "kernels/argmax.h"
 #include "kernels/merge_topk.h"
-#include "kernels/sample.h"
 #include "kernels/topk.h"
 
 namespace kdt::cuda {
@@ -82,30 +81,6 @@ void CudaBackend::argmax(const ArgmaxArgs& args) {
                  .num_rows = rows,
                  .vocab = vocab,
                  .num_chunks = static_cast<uint32_t>(num_logits_chunks(vocab)),
-                 .aligned = logits_aligned(logits, vocab)},
-                stream_);
-}
-
-void CudaBackend::sample_tokens(const SampleTokensArgs& args) {
-  static_assert(kSampleChunk == kLogitsChunk && kSampleGroup == kLogitsGroup);
-  check_sample_tokens(args);
-  check_size("sample_tokens", args.logits);
-  const auto* logits = args.logits.data<float>();
-  const int64_t rows = args.logits.dim(0), vocab = args.logits.dim(1);
-  const int64_t chunks = num_logits_chunks(vocab);
-  KDT_CHECK(chunks <= kMaxSampleChunks, "sample_tokens: a vocabulary of ", vocab, ", at most ",
-            kMaxSampleChunks * kLogitsChunk, " on cuda");
-  workspace_.reserve(Workspace::piece(rows * chunks * 8) + Workspace::piece(rows * chunks * 4));
-  launch_sample({.logits = logits,
-                 .uniforms = args.uniforms.data<double>(),
-                 .ids = args.ids.data<int32_t>(),
-                 .fault = device_fault_,
-                 .sums = workspace_.take<double>(rows * chunks),
-                 .tops = workspace_.take<float>(rows * chunks),
-                 .num_rows = rows,
-                 .vocab = vocab,
-                 .num_chunks = static_cast<uint32_t>(chunks),
-                 .inverse_temperature = 1 / args.temperature,
                  .aligned = logits_aligned(logits, vocab)},
                 stream_);
 }

@@ -116,9 +116,8 @@ void CudaBackend::synchronize() {
   const Fault fault = *fault_;
   if (fault.kind == 0) return;
   *fault_ = Fault{0, 0, 0};
-  constexpr const char* kNames[] = {"",       "token id", "row",          "position",
-                                    "block",  "parent",   "link to slot", "rows of sequence",
-                                    "uniform"};
+  constexpr const char* kNames[] = {"",      "token id", "row",          "position",
+                                    "block", "parent",   "link to slot", "rows of sequence"};
   throw Error(join("cuda: ", kNames[fault.kind], " ", fault.value, " at row ", fault.row,
                    " is out of range"));
 }

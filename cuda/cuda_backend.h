@@ -141,7 +141,6 @@ class CudaBackend final : public Backend {
   void topk_logprobs(const TopkLogprobsArgs& args) override;
   void merge_topk(const MergeTopkArgs& args) override;
   void argmax(const ArgmaxArgs& args) override;
-  void sample_tokens(const SampleTokensArgs& args) override;
   void tree_build(const TreeBuildArgs& args) override;
   void tree_accept(const TreeAcceptArgs& args) override;
 

@@ -16,8 +16,7 @@ enum class FaultKind : int32_t {
   kBlock,
   kParent,
   kLink,
-  kSequence,
-  kUniform
+  kSequence
 };
 
 struct Fault {

@@ -265,24 +265,6 @@ struct MergeTopkArgs {
   }
 };
 
-// A token a row from softmax(logits / temperature), by inverse CDF in float64: the first whose
-// cumulative probability exceeds uniforms[r]. NaN counts as -inf. A row whose greatest logit is not
-// finite has no distribution: -1.
-//
-// Back ends agree but where a uniform lies within rounding of a boundary, because the order of the
-// sum is defined: a row is cut into chunks of kSampleChunk logits, a chunk into groups of
-// kSampleGroup. A term is exp((logit - the chunk's greatest) / temperature). Terms are added one
-// after another within a group, groups within a chunk, and chunks, each first multiplied by
-// exp((its greatest - the row's) / temperature).
-struct SampleTokensArgs {
-  Tensor logits;  // [R, V] f32
-  double temperature = 1;
-  Tensor uniforms;  // [R] f64 in [0, 1)
-  Tensor ids;       // [R] i32
-};
-inline constexpr int64_t kSampleChunk = 2048;
-inline constexpr int64_t kSampleGroup = 32;
-
 // A tree per request: slot 0 is the root, slot i the i-th candidate in best-first order (ddtree
 // paper, algorithm 1; ties: docs/adr/0004). Slots past num_nodes are not written. All i32 but logw.
 struct TreeBuildArgs {
@@ -401,7 +383,6 @@ class Backend {
   virtual void topk_logprobs(const TopkLogprobsArgs& args) = 0;
   virtual void merge_topk(const MergeTopkArgs& args) = 0;
   virtual void argmax(const ArgmaxArgs& args) = 0;
-  virtual void sample_tokens(const SampleTokensArgs& args) = 0;
   virtual void tree_build(const TreeBuildArgs& args) = 0;
   virtual void tree_accept(const TreeAcceptArgs& args) = 0;
 };

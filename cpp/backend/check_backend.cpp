@@ -10,9 +10,8 @@
 namespace kdt {
 namespace {
 
-// Scores that decide an order count as equal within the first, cumulative probabilities within the
-// second.
-constexpr double kTie = 1e-6, kSampleTie = 1e-9;
+// Scores that decide an order count as equal within this.
+constexpr double kTie = 1e-6;
 
 double or_lowest(float x) { return std::isnan(x) ? -std::numeric_limits<double>::infinity() : x; }
 
@@ -297,31 +296,6 @@ class CheckBackend final : public Backend {
     });
     sides_.expect_same<int32_t>("argmax", args.ids);
     if (args.values.defined()) sides_.expect_same<float>("argmax", args.values);
-  }
-
-  void sample_tokens(const SampleTokensArgs& args) override {
-    sides_.run("sample_tokens", [&](const Side& s) {
-      auto a = args;
-      s.place(a.logits, a.uniforms, a.ids);
-      s.backend().sample_tokens(a);
-    });
-    const int64_t vocab = args.logits.dim(1);
-    const std::vector<float> logits = sides_.read<float>(args.logits);
-    const std::vector<double> uniforms = sides_.read<double>(args.uniforms);
-    sides_.expect_ids("sample_tokens", args.ids, [&](int64_t row, int32_t a, int32_t b) {
-      if (std::min(a, b) < 0 || std::max(a, b) >= vocab) return false;
-      const float* x = logits.data() + row * vocab;
-      double most = or_lowest(x[0]), sum = 0;
-      for (int64_t i = 1; i < vocab; ++i) most = std::max(most, or_lowest(x[i]));
-      std::vector<double> cumulative(vocab);
-      for (int64_t i = 0; i < vocab; ++i)
-        cumulative[i] = sum += std::exp((or_lowest(x[i]) - most) / args.temperature);
-      // All between the two is within rounding of the uniform.
-      const auto at_uniform = [&](int32_t i) {
-        return std::fabs(cumulative[i] / sum - uniforms[row]) <= kSampleTie;
-      };
-      return at_uniform(std::min(a, b)) && at_uniform(std::max(a, b) - 1);
-    });
   }
 
   void tree_build(const TreeBuildArgs& args) override {

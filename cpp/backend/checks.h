@@ -1,7 +1,6 @@
 // The shape check of each op, called by every back end before it starts.
 #pragma once
 
-#include <cmath>
 #include <limits>
 
 #include "backend/backend.h"
@@ -266,17 +265,6 @@ inline void check_argmax(const ArgmaxArgs& a) {
   detail::check_i32("argmax", "ids", a.ids, {a.logits.dim(0)});
   if (a.values.defined()) detail::check_f32("argmax", "values", a.values, {a.logits.dim(0)});
   detail::check_first_id("argmax", a.first_id, a.logits.dim(1));
-}
-
-inline void check_sample_tokens(const SampleTokensArgs& a) {
-  KDT_CHECK(a.logits.ndim() == 2 && a.logits.dim(1) > 0, "sample_tokens: logits ",
-            a.logits.to_string());
-  // 1 / temperature is what logits are multiplied by.
-  KDT_CHECK(a.temperature > 0 && std::isfinite(a.temperature) && std::isfinite(1 / a.temperature),
-            "sample_tokens: temperature ", a.temperature);
-  detail::check_f32("sample_tokens", "logits", a.logits, {a.logits.dim(0), a.logits.dim(1)});
-  detail::check_shape("sample_tokens", "uniforms", a.uniforms, DType::kFloat64, {a.logits.dim(0)});
-  detail::check_i32("sample_tokens", "ids", a.ids, {a.logits.dim(0)});
 }
 
 inline constexpr int64_t kMaxTreeBudget = 256;

@@ -17,7 +17,6 @@ template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast |
                                        pybind11::detail::npy_api::NPY_ARRAY_ALIGNED_>;
 using Floats = Array<float>;
-using Doubles = Array<double>;
 using Ints = Array<int32_t>;
 
 template <typename T>
@@ -57,20 +56,10 @@ Array<To> converted(const char* name, const pybind11::array& from, const char* w
 }  // namespace detail
 
 // Takes floating-point arrays alone: an integer array is a mistake more often than a wish.
-inline pybind11::array float_array(const char* name, pybind11::handle value, int ndim,
-                                   const char* want) {
+inline Floats floats(const char* name, pybind11::handle value, int ndim) {
   const pybind11::array array = any_array(name, value, ndim);
   KDT_CHECK_ARGUMENT(array.dtype().kind() == 'f' && array.itemsize() <= 8, name, " has dtype ",
-                     dtype_text(array), "; want ", want);
-  return array;
-}
-
-inline Doubles doubles(const char* name, pybind11::handle value, int ndim) {
-  return Doubles(float_array(name, value, ndim, "float64"));
-}
-
-inline Floats floats(const char* name, pybind11::handle value, int ndim) {
-  const pybind11::array array = float_array(name, value, ndim, "float32");
+                     dtype_text(array), "; want float32");
   if (array.itemsize() <= 4) return Floats(array);
   return detail::converted<float, double>(name, array, "values within float32", [](double v) {
     return !std::isfinite(v) || std::abs(v) <= std::numeric_limits<float>::max();

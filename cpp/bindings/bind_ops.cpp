@@ -254,26 +254,6 @@ Floats embed(Argument table_in, Argument ids_in, Argument first_id_in, Argument 
   return out;
 }
 
-Ints sample_tokens(Argument logits_in, Argument temperature_in, Argument uniforms_in) {
-  const Floats logits = floats("logits", logits_in, 2);
-  KDT_CHECK_ARGUMENT(logits.shape(1) > 0, "logits has rows of 0 values; want at least 1");
-  positive("temperature", temperature_in);
-  const double temperature = number("temperature", temperature_in);
-  const Doubles uniforms = doubles("uniforms", uniforms_in, 1);
-  check_shape("uniforms", uniforms, {logits.shape(0)});
-  for (int64_t i = 0; i < logits.shape(0); ++i) {
-    const double uniform = uniforms.data()[i];
-    KDT_CHECK_ARGUMENT(uniform >= 0 && uniform < 1, "uniforms[", i, "] is ", uniform,
-                       "; want 0 or more and less than 1");
-  }
-  Ints ids(std::vector<py::ssize_t>{logits.shape(0)});
-  cpu_backend().sample_tokens({.logits = as_tensor(logits),
-                               .temperature = temperature,
-                               .uniforms = as_tensor(uniforms),
-                               .ids = as_tensor(ids)});
-  return ids;
-}
-
 Floats silu_mul(Argument gate_up_in) {
   const Floats gate_up = floats("gate_up", gate_up_in, 2);
   KDT_CHECK_ARGUMENT(gate_up.shape(1) % 2 == 0, "gate_up has rows of ", gate_up.shape(1),
@@ -359,8 +339,6 @@ void register_ops(py::module_& m) {
   m.def("op_argmax_part", &argmax_part, py::arg("logits"), py::arg("first_id") = 0);
   m.def("op_embed", &embed, py::arg("table"), py::arg("token_ids"), py::arg("first_id") = 0,
         py::arg("vocab_size") = 0);
-  m.def("op_sample_tokens", &sample_tokens, py::arg("logits"), py::arg("temperature"),
-        py::arg("uniforms"));
   m.def("op_silu_mul", &silu_mul, py::arg("gate_up"));
   m.def("op_moe_route", &moe_route, py::arg("logits"), py::arg("bias"), py::arg("top_k"),
         py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"), py::arg("scale"));

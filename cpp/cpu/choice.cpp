@@ -11,24 +11,6 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// The first of n terms that takes the running sum above `target`, or the last that is not zero.
-// `sum` goes from before the first term to before the one found.
-template <typename Term>
-int64_t find_term(int64_t n, double target, double& sum, const Term& term) {
-  int64_t found = 0;
-  double before = sum;
-  for (int64_t i = 0; i < n; ++i) {
-    const double value = term(i);
-    if (!(value > 0)) continue;
-    found = i;
-    before = sum;
-    sum += value;
-    if (sum > target) break;
-  }
-  sum = before;
-  return found;
-}
-
 // The logarithm of the sum of exp(log_sums[part * stride]); not finite where there is no
 // distribution.
 float merged_log_sum(const float* log_sums, int64_t parts, int64_t stride) {
@@ -44,71 +26,6 @@ float merged_log_sum(const float* log_sums, int64_t parts, int64_t stride) {
     sum += std::exp(static_cast<double>(log_sums[part * stride]) - top);
   return static_cast<float>(top + std::log(sum));
 }
-
-// One row of sample_tokens, in the order of summation defined there.
-class SampledRow {
- public:
-  SampledRow(const float* logits, int64_t vocab, double temperature)
-      : logits_(logits), vocab_(vocab), inverse_(1 / temperature) {}
-
-  // `sums` and `tops` are scratch.
-  int64_t sample(double uniform, std::vector<double>& sums, std::vector<float>& tops) const {
-    const int64_t chunks = ceil_div(vocab_, kSampleChunk);
-    sums.resize(std::max<size_t>(sums.size(), chunks));
-    tops.resize(std::max<size_t>(tops.size(), chunks));
-    float top = kMinusInfinity;
-    for (int64_t c = 0; c < chunks; ++c) {
-      tops[c] = kMinusInfinity;
-      const int64_t end = std::min((c + 1) * kSampleChunk, vocab_);
-      for (int64_t i = c * kSampleChunk; i < end; ++i) {
-        if (logits_[i] > tops[c]) tops[c] = logits_[i];
-      }
-      top = std::max(top, tops[c]);
-    }
-    if (!std::isfinite(top)) return -1;
-    double total = 0;
-    for (int64_t c = 0; c < chunks; ++c) {
-      sums[c] = tops[c] == kMinusInfinity ? 0 : chunk_sum(c, tops[c]) * term(tops[c], top);
-      total += sums[c];
-    }
-    const double target = uniform * total;
-    double before = 0;
-    const int64_t chunk = find_term(chunks, target, before, [&](int64_t c) { return sums[c]; });
-    const float chunk_top = tops[chunk];
-    const double rest = (target - before) / term(chunk_top, top);
-    double sum = 0;
-    const int64_t first_group = chunk * (kSampleChunk / kSampleGroup);
-    const int64_t group =
-        first_group + find_term(kSampleChunk / kSampleGroup, rest, sum,
-                                [&](int64_t g) { return group_sum(first_group + g, chunk_top); });
-    const int64_t begin = group * kSampleGroup;
-    return begin + find_term(std::min(kSampleGroup, vocab_ - begin), rest, sum,
-                             [&](int64_t i) { return term(logits_[begin + i], chunk_top); });
-  }
-
- private:
-  double term(float logit, float top) const {
-    if (std::isnan(logit)) return 0;
-    return std::exp((static_cast<double>(logit) - static_cast<double>(top)) * inverse_);
-  }
-  double group_sum(int64_t group, float top) const {
-    double sum = 0;
-    const int64_t end = std::min((group + 1) * kSampleGroup, vocab_);
-    for (int64_t i = group * kSampleGroup; i < end; ++i) sum += term(logits_[i], top);
-    return sum;
-  }
-  double chunk_sum(int64_t chunk, float top) const {
-    double sum = 0;
-    const int64_t end = std::min((chunk + 1) * kSampleChunk, vocab_);
-    for (int64_t group = chunk * (kSampleChunk / kSampleGroup); group * kSampleGroup < end; ++group)
-      sum += group_sum(group, top);
-    return sum;
-  }
-
-  const float* logits_;
-  int64_t vocab_;
-  double inverse_;
-};
 
 }  // namespace
 
@@ -206,21 +123,6 @@ void CpuBackend::argmax(const ArgmaxArgs& args) {
     args.ids.data<int32_t>()[row] = static_cast<int32_t>(best < 0 ? -1 : args.first_id + best);
     if (args.values.defined())
       args.values.data<float>()[row] = best < 0 ? kMinusInfinity : logits[best];
-  });
-}
-
-void CpuBackend::sample_tokens(const SampleTokensArgs& args) {
-  check_sample_tokens(args);
-  const int64_t rows = args.logits.dim(0), vocab = args.logits.dim(1);
-  const double* uniforms = args.uniforms.data<double>();
-  for (int64_t row = 0; row < rows; ++row) {
-    KDT_CHECK(uniforms[row] >= 0 && uniforms[row] < 1, "sample_tokens: uniform ", uniforms[row],
-              " of row ", row, ", want [0, 1)");
-  }
-  run(args.logits.numel() * 32, rows, [&](int64_t row, int thread) {
-    const SampledRow sampled(args.logits.data<float>() + row * vocab, vocab, args.temperature);
-    args.ids.data<int32_t>()[row] = static_cast<int32_t>(
-        sampled.sample(uniforms[row], scratch_[thread].doubles, scratch_[thread].floats));
   });
 }
 

@@ -143,7 +143,6 @@ class CpuBackend final : public Backend {
   void topk_logprobs(const TopkLogprobsArgs& args) override;
   void merge_topk(const MergeTopkArgs& args) override;
   void argmax(const ArgmaxArgs& args) override;
-  void sample_tokens(const SampleTokensArgs& args) override;
   void tree_build(const TreeBuildArgs& args) override;
   void tree_accept(const TreeAcceptArgs& args) override;
 
@@ -153,7 +152,6 @@ class CpuBackend final : public Backend {
   struct Scratch {
     std::vector<float> floats;
     std::vector<float> more_floats;
-    std::vector<double> doubles;
     std::vector<int32_t> ints;
     std::vector<int32_t> more_ints;
   };

@@ -288,12 +288,6 @@ def op_embed(table: F32, token_ids: I32, first_id: int = 0, vocab_size: int = 0)
     vocab_size 0: the table has all rows.
     """
 
-def op_sample_tokens(logits: F32, temperature: float, uniforms: npt.NDArray[np.float64]) -> I32:
-    """One token a row of [R, V] by inverse CDF of softmax(logits / temperature), in float64.
-
-    `uniforms` [R] in [0, 1). -1 for a row whose greatest logit is not finite.
-    """
-
 def op_silu_mul(gate_up: F32) -> F32: ...
 def op_moe_route(
     logits: F32,

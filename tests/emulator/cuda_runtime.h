@@ -163,7 +163,6 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline void __threadfence() {}
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
 template <typename T>
 T __ldg(const T* from) {
   return *from;

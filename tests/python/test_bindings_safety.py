@@ -38,9 +38,6 @@ OPS: dict[str, dict[str, Any]] = {
     "op_linear": {"x": ones(2, 4), "weight": ones(3, 4), "scale": None},
     "op_topk_logprobs": {"logits": ones(2, 4), "k": 2, "temperature": 1.0},
     "op_argmax": {"logits": ones(2, 4)},
-    "op_sample_tokens": {
-        "logits": ones(2, 4), "temperature": 1.0, "uniforms": np.full(2, 0.5),
-    },
     "op_silu_mul": {"gate_up": ones(2, 4)},
     "op_moe_route": {
         "logits": ones(2, 4), "bias": ones(4), "top_k": 2, "n_group": 2, "topk_group": 1,
@@ -166,11 +163,6 @@ def test_arrays_of_any_layout_give_the_same_result(op: str, name: str) -> None:
         ("op_linear", {"weight": np.asfortranarray(ones(3, 4))}, "weight is not C-contiguous"),
         ("op_silu_mul", {"gate_up": ones(2, 3)}, "gate_up has rows of 3 values"),
         ("op_topk_logprobs", {"temperature": 1e-45}, "temperature is 1.*e-45"),
-        ("op_sample_tokens", {"logits": ones(2, 0)}, "logits has rows of 0 values"),
-        ("op_sample_tokens", {"temperature": 0.0}, "temperature is 0.0; want"),
-        ("op_sample_tokens", {"uniforms": np.full(3, 0.5)}, r"uniforms is f64\[3\]; want f64\[2\]"),
-        ("op_sample_tokens", {"uniforms": np.array([0.5, 1.0])}, r"uniforms\[1\] is 1; want"),
-        ("op_sample_tokens", {"uniforms": np.array([np.nan, 0.5])}, r"uniforms\[0\] is nan; want"),
         ("op_moe_experts", {"gate": ones(1, 0, 3)}, "gate is"),
         ("accept_tree", {"first_child": np.array([2, -1], I32)}, r"first_child\[0\] is 2"),
         ("accept_tree", {"next_sibling": np.array([-1, 99], I32)}, r"next_sibling\[1\] is 99"),

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from kdtree_engine import ddtree, kdtr
-from kdtree_engine.reference import accept as reference_accept
 from kdtree_engine.reference import topk
 from kdtree_engine.reference import tree as reference
 from make_test_data import DATA
@@ -202,39 +201,3 @@ def test_the_compiled_embedding_and_experts_of_a_part():
     ]
     assert np.allclose(parts[0] + parts[1], whole, rtol=0, atol=1e-4 * np.abs(whole).max())
     assert not core.op_moe_experts(x, chosen, weights, gate, up, down, first_expert=4).any()
-
-
-@pytest.mark.parametrize("vocab", [1, 31, 1000, 5001])
-@pytest.mark.parametrize("temperature", [0.1, 0.8, 3.0])
-def test_the_compiled_sampler_gives_the_references_tokens(vocab, temperature):
-    core = compiled()
-    rng = np.random.default_rng(vocab)
-    logits = rng.normal(0, 4, (200, vocab)).astype(np.float32)
-    logits[rng.random(logits.shape) < 0.2] = -np.inf
-    logits[rng.random(logits.shape) < 0.05] = np.nan
-    logits[7, 0] = np.inf
-    uniforms = rng.random(200)
-    uniforms[:2] = 0, np.nextafter(1, 0)
-    want = reference_accept.sample_tokens(logits, temperature, uniforms)
-    got = core.op_sample_tokens(logits, temperature, uniforms)
-    assert got.dtype == np.int32
-    # Sums are in another order: a uniform within rounding of a boundary may fall on either side.
-    for row in np.flatnonzero(got != want):
-        x = np.nan_to_num(logits[row].astype(np.float64), nan=-np.inf, neginf=-np.inf)
-        cdf = np.cumsum(np.exp((x - x.max()) / temperature))
-        between = cdf[min(got[row], want[row])] / cdf[-1]
-        assert abs(between - uniforms[row]) < 1e-13
-
-
-def test_sampled_accept_is_sampling_then_the_walk():
-    core = compiled()
-    rng = np.random.default_rng(5)
-    for _ in range(50):
-        logprobs, ids = topk.topk_logprobs(rng.standard_normal((4, 9)), 5)
-        tree = ddtree.build_tree(logprobs, ids, int(rng.integers(1, 30)))
-        logits = rng.standard_normal((tree.num_nodes + 1, 9)).astype(np.float32)
-        uniforms = rng.random(tree.num_nodes + 1)
-        want = reference_accept.accept_sampled(tree, logits, 0.9, uniforms)
-        target = core.op_sample_tokens(logits, 0.9, uniforms)
-        slots, bonus = core.accept_tree(tree.tokens, tree.first_child, tree.next_sibling, target)
-        assert (slots.tolist(), bonus) == want

@@ -25,37 +25,6 @@ def accept(tree: DraftTree, target_tokens: npt.ArrayLike) -> tuple[list[int], in
         accepted.append(matches[0])
 
 
-def sample_tokens(
-    logits: npt.ArrayLike, temperature: float, uniforms: npt.ArrayLike
-) -> npt.NDArray[np.int32]:
-    """[R] one token a row from softmax(logits / temperature), by inverse CDF in float64.
-
-    `logits` [R, V], `uniforms` [R] in [0, 1). The token is the first whose cumulative probability
-    exceeds its uniform. NaN counts as -inf; -1 for a row whose greatest logit is not finite.
-    """
-    x = np.array(logits, dtype=np.float64)
-    x[np.isnan(x)] = -np.inf
-    has_distribution = np.isfinite(x.max(axis=-1, keepdims=True))
-    x = np.where(has_distribution, x, 0)
-    p = np.exp((x - x.max(axis=-1, keepdims=True)) / temperature)
-    cdf = np.cumsum(p, axis=-1)
-    u = np.asarray(uniforms, dtype=np.float64)[:, None] * cdf[:, -1:]
-    ids = (cdf <= u).sum(axis=-1)
-    return np.where(has_distribution[:, 0], ids, -1).astype(np.int32)
-
-
-def accept_sampled(
-    tree: DraftTree, logits: npt.ArrayLike, temperature: float, uniforms: npt.ArrayLike
-) -> tuple[list[int], int]:
-    """Samples the target's token at every slot, then walks as `accept` does.
-
-    The committed tokens are the target's own samples, so their distribution is the target's for
-    every tree that was chosen without looking at `uniforms` [n + 1]. (DDTree, section on sampling;
-    JetSpec, arXiv 2606.18394.)
-    """
-    return accept(tree, sample_tokens(logits, temperature, uniforms))
-
-
 def compaction_rows(accepted: list[int], prefix_len: int) -> tuple[I64, I64]:
     """Cache rows to move, (from, to): the accepted slots' rows to just behind the prefix.
 

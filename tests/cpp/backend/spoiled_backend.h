@@ -136,10 +136,6 @@ class Spoiled : public Backend {
     spoil("argmax", a.ids);
     if (a.values.defined()) spoil("argmax values", a.values);
   }
-  void sample_tokens(const SampleTokensArgs& a) override {
-    inner_->sample_tokens(a);
-    spoil("sample_tokens", a.ids);
-  }
   void tree_build(const TreeBuildArgs& a) override {
     inner_->tree_build(a);
     for (const Tensor* array : {&a.tokens, &a.parents, &a.depths, &a.first_child, &a.next_sibling})

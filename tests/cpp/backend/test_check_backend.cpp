@@ -160,13 +160,6 @@ const std::map<std::string, Op>& ops() {
                    .values = output(b, {kRows}).tensor,
                    .first_id = 7});
        }},
-      {"sample_tokens",
-       [](Backend& b) {
-         const std::vector<double> uniforms = {0.1, 0.5, 0.9};
-         b.sample_tokens({.logits = floats(b, {kRows, 50}, 1, 4).tensor,
-                          .uniforms = upload(b, uniforms).tensor,
-                          .ids = int_output(b, {kRows}).tensor});
-       }},
       {"tree_build",
        [](Backend& b) {
          const Floats logprobs = {-0.1f, -2, -3, -0.5f, -1, -4, -0.2f, -2, -5};
@@ -229,7 +222,6 @@ KDT_TEST(a_wrong_value_is_named) {
       {"topk_logprobs", {4, "row 1, column 1 of i32[3, 4]"}},
       {"merge_topk", {4, "row 1, column 1 of i32[3, 4]"}},
       {"argmax", {0, "row 1 of i32[3]"}},
-      {"sample_tokens", {0, "row 1 of i32[3]"}},
       {"tree_build", {0, "row 1 of i32[9]"}},
       {"tree_accept", {0, "row 1 of i32[4]"}},
   };
@@ -387,18 +379,6 @@ KDT_TEST(ids_may_differ_where_scores_tie) {
   route({0, 0.5f, 0.50000006f, 0.1f});
   route({0, 0.5f, 0.5f, 0.1f});
   EXPECT_THROWS(no_tie, route({0, 0.5f, 0.5001f, 0.1f}));
-
-  const auto sample = [](double uniform, double by) {
-    const auto check = spoiled("sample_tokens", add(0, by));
-    check->sample_tokens({.logits = upload(*check, Floats(4, 0.0f), {1, 4}).tensor,
-                          .uniforms = upload(*check, std::vector<double>{uniform}).tensor,
-                          .ids = int_output(*check, {1}).tensor});
-  };
-  sample(0.5 - 1e-12, 1);   // token 1, or just not
-  sample(0.5 + 1e-12, -1);  // token 2, or just not
-  EXPECT_THROWS(no_tie, sample(0.5 - 1e-6, 1));
-  EXPECT_THROWS(no_tie, sample(0.5 - 1e-12, 2));
-  EXPECT_THROWS(no_tie, sample(0.5 - 1e-12, -1));
 }
 
 KDT_TEST(faults_of_one_side_and_memory_of_others) {
