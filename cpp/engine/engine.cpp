@@ -128,8 +128,9 @@ void Engine::load(const EngineOptions& options, Checkpoints& checkpoints) {
     try {
       return model.make_cache(num_blocks, kBlockSize);
     } catch (const Error& error) {
-      throw Error(join("the cache of max_num_seqs + 1 = ", max_num_seqs_ + 1,
-                       " sequences of max_model_len ", max_model_len_, " tokens: ", error.what(),
+      throw Error(join("the cache of ", max_num_seqs_,
+                       " sequences (max_num_seqs) and a spare one, ", max_model_len_,
+                       " tokens each (max_model_len): ", error.what(),
                        ": set a smaller max_model_len or max_num_seqs"));
     }
   };

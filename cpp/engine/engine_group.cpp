@@ -26,11 +26,11 @@ Launch launch_of(int size) {
 std::vector<std::unique_ptr<RankGroup>> meet_processes(int local, const Launch& launch,
                                                        const EngineOptions& options) {
   using Groups = std::vector<std::unique_ptr<RankGroup>>;
-  std::packaged_task<Groups()> meeting([local, launch, timeout_s = options.timeout_s] {
+  std::packaged_task<Groups()> joining([local, launch, timeout_s = options.timeout_s] {
     return make_hybrid_group(local, launch, timeout_s);
   });
-  std::future<Groups> met = meeting.get_future();
-  std::thread(std::move(meeting)).detach();
+  std::future<Groups> met = joining.get_future();
+  std::thread(std::move(joining)).detach();
   while (met.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
     if (options.interrupted) options.interrupted();
   }
