@@ -81,6 +81,11 @@ inline std::vector<int64_t> integers(const char* name, pybind11::handle values) 
 }
 
 inline double number(const char* name, pybind11::handle value) {
+  // numpy's flags and complex numbers would be taken for floats.
+  const pybind11::object dtype = pybind11::getattr(value, "dtype", pybind11::none());
+  const std::string kind = pybind11::str(pybind11::getattr(dtype, "kind", pybind11::str("f")));
+  KDT_CHECK_ARGUMENT(kind == "f" || kind == "i" || kind == "u", name, " is ", shown(value),
+                     "; want a number");
   const double number = PyBool_Check(value.ptr()) ? -1.0 : PyFloat_AsDouble(value.ptr());
   if (number == -1.0 && PyErr_Occurred()) {
     // An integer beyond every float.

@@ -1,9 +1,11 @@
 // The two exception types of the library and the macros that throw them.
 #pragma once
 
+#include <charconv>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace kdt {
@@ -21,10 +23,21 @@ class Error : public std::runtime_error {
   }
 };
 
+// A value in a message; floats so that they can be told from every other.
+template <typename T>
+void append_to_message(std::ostream& out, const T& part) {
+  if constexpr (std::is_floating_point_v<T>) {
+    char digits[64];
+    out.write(digits, std::to_chars(digits, digits + sizeof(digits), part).ptr - digits);
+  } else {
+    out << part;
+  }
+}
+
 template <typename... Parts>
 std::string join(const Parts&... parts) {
   std::ostringstream out;
-  (out << ... << parts);
+  (append_to_message(out, parts), ...);
   return out.str();
 }
 

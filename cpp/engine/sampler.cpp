@@ -61,17 +61,16 @@ std::optional<int32_t> draw(std::span<const float> logprobs, std::span<const int
   if (!total_known && !uncut) return std::nullopt;
 
   double total = total_known ? mass.back() : 1;
-  const auto end = std::lower_bound(mass.begin(), mass.end(), o.top_p * total);
-  const bool nucleus_known = end != mass.end();
-  if (nucleus_known) {
+  // With top_p 1 the sum says nothing: rounding may bring it to 1 early.
+  if (o.top_p < 1) {
+    const auto end = std::lower_bound(mass.begin(), mass.end(), o.top_p * total);
+    if (end == mass.end()) return std::nullopt;
     left = end - mass.begin() + 1;
     total = *end;
-  } else if (o.top_p < 1) {
-    return std::nullopt;
   }
   const int64_t index =
       std::upper_bound(mass.begin(), mass.begin() + left, noise.uniform() * total) - mass.begin();
-  if (index == left && !nucleus_known) return std::nullopt;
+  if (index == left) return std::nullopt;
   const int64_t head = std::min(left, kSampleHead);
   if (index >= head) return ids[index];
   int32_t best = -1;

@@ -176,7 +176,7 @@ def test_arguments_that_do_not_fit_each_other(
 
 
 INTEGERS = [None, "4", 1.0, True, 2**63, -(2**63) - 1, HUGE]
-NUMBERS = [None, "1", True, 1j, HUGE]
+NUMBERS = [None, "1", True, 1j, HUGE, np.True_, np.complex64(1 + 2j)]
 TEXTS = [3, b"cpu", "a\0b", "\udc80", True]
 LISTS = [3, "12", b"12", [1.0], [True], [None], [2**63], [HUGE], [[1]], np.ones((1, 2), int)]
 

@@ -170,7 +170,7 @@ except RuntimeError as error:
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=120
     )
-    assert "max_model_len 4194304 tokens: allocate: no memory for " in done.stdout, done
+    assert ", 4194304 tokens each (max_model_len): allocate: no memory for " in done.stdout, done
     assert "set a smaller max_model_len or max_num_seqs" in done.stdout
 
 

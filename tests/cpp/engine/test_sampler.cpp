@@ -95,6 +95,19 @@ KDT_TEST(a_whole_row_is_drawn_from_as_its_head_is) {
   EXPECT(from_head > 580 && from_head < 700);
 }
 
+// A log-probability of a large logit / temperature is off by more than what is left of the mass.
+KDT_TEST(rounding_cuts_nothing_off) {
+  std::vector<float> logprobs(64, -50.0f);
+  logprobs[0] = 0;
+  logprobs[1] = std::log(0.00125f);
+  std::vector<int32_t> ids(64);
+  std::iota(ids.begin(), ids.end(), 0);
+  int seconds = 0;
+  for (int64_t position = 0; position < 100000; ++position)
+    seconds += draw(logprobs, ids, false, {.temperature = 0.001}, Noise(1, position)) == 1;
+  EXPECT(seconds > 70 && seconds < 190);
+}
+
 KDT_TEST(no_distribution) {
   const std::vector<int32_t> ids = {4, 5};
   const Noise noise(0, 0);
