@@ -20,7 +20,8 @@ bool is_set(const char* name) { return !text(name).empty(); }
 
 int number(const char* name, int least, int most) {
   const std::string value = text(name);
-  KDT_CHECK_ARGUMENT(!value.empty(), name, " is not set, but other variables of the launcher are");
+  KDT_CHECK_ARGUMENT(!value.empty(), name,
+                     " is not set, but other variables of the launcher are: set it too, or none");
   int result = 0;
   const char* end = value.data() + value.size();
   const auto [at, error] = std::from_chars(value.data(), end, result);

@@ -166,9 +166,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues the prompts, all together, and returns the results in their order.
 
-        A prompt is a string or {"prompt_token_ids": [...]}. `sampling_params`: one for all or one
-        each. `use_tqdm` shows a progress bar. `speculative_config`, without `model`, replaces the
-        engine's own for this call. Raises ValueError when a prompt or an option is refused; then
+        A prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}. `sampling_params`:
+        one for all or one each. `use_tqdm` shows a progress bar. `speculative_config`, without
+        `model`, replaces the engine's own for this call. Raises ValueError when a prompt or an option is refused; then
         nothing is generated. Raises RuntimeError when the model's logits were no numbers; then the
         other requests of the call end too.
         """
@@ -389,6 +389,8 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, ChatPrompt):
             prompt = {"prompt_token_ids": prompt.token_ids}
+        if isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:
+            prompt = checks.text("prompt", prompt["prompt"])
         if isinstance(prompt, str):
             tokenizer = self.get_tokenizer()
             checks.text("prompt", prompt)
@@ -398,7 +400,8 @@ class LLM:
             return prompt, ids
         if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
             raise ValueError(
-                f"prompt is {shown(prompt)}, want a string or {{'prompt_token_ids': [...]}}"
+                f"prompt is {shown(prompt)}, want a string, {{'prompt': '...'}} or "
+                "{'prompt_token_ids': [...]}"
             )
         ids = checks.integers("prompt_token_ids", prompt["prompt_token_ids"], 0, self._last_id)
         if not ids:

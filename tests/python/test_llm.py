@@ -301,6 +301,12 @@ def test_all_prompts_run_together(llm: LLM) -> None:
     assert len(llm._engine.added) == 3
 
 
+def test_a_prompt_in_a_dict_is_that_prompt(llm: LLM) -> None:
+    first, second = llm.generate(["hello", {"prompt": "hello"}])
+    assert first.prompt == second.prompt == "hello"
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
 def test_params_for_each_prompt(llm: LLM) -> None:
     outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=n) for n in (1, 2)])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2]
@@ -327,7 +333,8 @@ def test_params_for_each_prompt(llm: LLM) -> None:
         ({"prompt_token_ids": np.array(3)}, r"prompt_token_ids is array\(3\), want a list"),
         ({"prompt_token_ids": np.array([True])}, r"prompt_token_ids\[0\] is .*True"),
         ("a\ud800", "prompt is not valid Unicode at character 1"),
-        ({"prompt": "x"}, "want a string"),
+        ({"prompt": 5}, "prompt is 5, want a str"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "want a string"),
         (3, "prompt is 3"),
         (None, "prompt is None"),
     ],
