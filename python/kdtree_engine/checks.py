@@ -38,8 +38,8 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     return number
 
 
-def real(name: str, value: Any, low: float, high: float) -> float:
-    """`value` as a float from `low` to `high`."""
+def real(name: str, value: Any, low: float, high: float, want: str = "") -> float:
+    """`value` as a float from `low` to `high`, for which a message has `want`'s words if given."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} is {shown(value)}, want a number")
     try:
@@ -47,7 +47,7 @@ def real(name: str, value: Any, low: float, high: float) -> float:
     except OverflowError:
         number = float("inf")
     if not low <= number <= high:
-        raise ValueError(f"{name} is {shown(value)}, want {low:g} to {high:g}")
+        raise ValueError(f"{name} is {shown(value)}, want {want or f'{low:g} to {high:g}'}")
     return number
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from math import ulp
 from numbers import Number
 from typing import Any
 
@@ -99,12 +100,11 @@ class SamplingParams:
         self.stop_token_ids = integers("stop_token_ids", ids, 0)
 
     def _check_sampling(self) -> None:
-        self.temperature = real("temperature", self.temperature, 0, 1e3)
-        if 0 < self.temperature < 1e-3:
-            raise ValueError(f"temperature is {self.temperature}, want 0 or 0.001 to 1000")
-        self.top_p = real("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ValueError(f"top_p is {self.top_p}, want above 0 and at most 1")
+        want = "0 or 0.001 to 1000"
+        self.temperature = real("temperature", self.temperature, 0, 1e3, want)
+        if self.temperature != 0:
+            self.temperature = real("temperature", self.temperature, 1e-3, 1e3, want)
+        self.top_p = real("top_p", self.top_p, ulp(0.0), 1, "above 0 and at most 1")
         self.top_k = integer("top_k", self.top_k, -1)
         self.min_p = real("min_p", self.min_p, 0, 1)
         if self.seed is not None:

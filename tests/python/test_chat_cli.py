@@ -164,7 +164,7 @@ def test_reasoning_and_calls_are_not_the_answer(
         ("x", ["--chat-template-kwargs", "{"], 2, "--chat-template-kwargs is no JSON"),
         ("x", ["--chat-template-kwargs", "1"], 2, "--chat-template-kwargs is '1', want a JSON"),
         ("x", ["--max-tokens", "-1"], 2, "--max-tokens is -1"),
-        ("x", ["--temperature", "-1"], 2, "--temperature is -1.0, want 0 to 1000"),
+        ("x", ["--temperature", "-1"], 2, "--temperature is -1.0, want 0 or 0.001 to 1000"),
         ("x", ["--top-p", "0.5"], 2, "--top-p has no effect on greedy decoding"),
     ],
 )

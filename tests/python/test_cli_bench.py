@@ -135,7 +135,7 @@ def test_bench_prompt_files(
         (["--budgets", "8,300"], "--budgets is '300', want 1 to 256 or auto"),
         (["--budgets", "8,,9"], "--budgets is '', want 1 to 256 or auto"),
         (["--seed", "0"], "--seed has no effect on greedy decoding"),
-        (["--temperature", "2000"], "--temperature is 2000.0, want 0 to 1000"),
+        (["--temperature", "2000"], "--temperature is 2000.0, want 0 or 0.001 to 1000"),
     ],
 )
 def test_bench_options_are_checked(
