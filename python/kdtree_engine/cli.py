@@ -30,9 +30,9 @@ The bundled model needs no download: kdtree generate "def fibonacci(n):"
 
 Each command has examples: kdtree COMMAND --help
 """
+_UsageError: Any = typer.BadParameter.__base__  # typer shows it by no name of its own
 app = typer.Typer(
     help=_TOP,
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,7 +50,8 @@ app.command()(shard)
 
 @app.callback(invoke_without_command=True)
 @common.errors_in_one_line
-def _version(
+def _top(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
@@ -58,6 +59,9 @@ def _version(
 
         print(f"kdtree-engine {__version__}")
         raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -275,12 +279,15 @@ def main(argv: list[str] | None = None) -> None:
 
     def run() -> None:
         try:
-            app(args=argv, prog_name="kdtree")
-        except SystemExit as end:
-            # So typer ends, without a word, when it is interrupted while it reads the options.
-            if end.code == 130 and isinstance(end.__context__, typer.Exit):
-                raise KeyboardInterrupt from None
-            raise
+            status = app(args=argv, prog_name="kdtree", standalone_mode=False)
+        except _UsageError as error:
+            raise common.usage_error(error) from None
+        except typer.Abort:
+            status = 130
+        # So typer ends when it is interrupted while it reads the options; commands do not.
+        if status == 130:
+            raise KeyboardInterrupt
+        raise SystemExit(status)
 
     common.prepare_streams()
     common.errors_in_one_line(run)()

@@ -82,6 +82,14 @@ _NAMES_INSIDE = re.compile(
     r"(?<![\w./'-])(max_model_len|max_num_seqs|gpu_memory|tree_budget|expert_parallel|"
     r"tensor_parallel_size|(?:(?<=and )|(?<=lower ))overhead)(?![\w/'-]|\.\w)"
 )
+# Of pydantic's kinds of faults.
+_WANTED = {
+    "float_parsing": "a number",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "string_unicode": "valid Unicode",
+    "greater_than_equal": "at least {ge}",
+}
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
 _WIDEST = 1_000_000  # of a line that no terminal folds
 # What a terminal shows that cannot show these.
@@ -141,6 +149,18 @@ def _one_line(error: BaseException) -> tuple[str, int]:
     if named is None or not isinstance(error, ValueError):
         return text, 1
     return f"--{named[1].replace('_', '-')}{with_option_names(text[named.end() :])}", 2
+
+
+def usage_error(error: Any) -> OptionError:
+    """One line for a command line that typer cannot use, with the option and the value."""
+    for fault in getattr(error.__cause__, "errors", list)():  # pydantic's, of a value
+        if want := _WANTED.get(fault["type"]):
+            want = want.format(**fault.get("ctx", {}))
+            option = error.param.opts[0]
+            return OptionError(f"{option} is {checks.shown(fault['input'])}, want {want}")
+    text = error.format_message().removesuffix(".")
+    help_of = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+    return OptionError(f"{text[:1].lower()}{text[1:]}{help_of}")
 
 
 def with_option_names(text: str) -> str:

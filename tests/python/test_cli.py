@@ -309,10 +309,35 @@ def test_any_encoding_of_the_terminal(
             assert b"accepted by the target" in out and b"  *" in out
 
 
-@pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--budget", "3"], ["fly"]])
-def test_usage_errors_have_status_2(run: Run, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "missing argument 'PROMPT' (see kdtree generate --help)"),
+        (["generate", "x", "y"], "got unexpected extra argument"),
+        (["generate", "x", "--budget", "3"], "no such option: --budget (Possible options: --tree-"),
+        (["generate", "x", "-n"], "option '-n' requires an argument"),
+        (["fly"], "no such command 'fly'"),
+        (["bench", "fly\n"], "no such command 'fly\\n'"),
+        (["generate", "x", "-T", "abc"], "--temperature is 'abc', want a number"),
+        (["chat", "--top-p", ""], "--top-p is '', want a number"),
+        (["tree", "x", "--top-p", "\udcff"], "--top-p is '\\udcff', want valid Unicode"),
+        (["generate", "x", "--top-k", "1.5"], "--top-k is '1.5', want an integer"),
+        (["bench", "--seed", "0x10"], "--seed is '0x10', want an integer"),
+        (["generate", "x", "--max-tokens", "abc"], "--max-tokens is 'abc', want an integer"),
+        (["generate", "x", "-n", "1" * 5000], "1..., want an integer of fewer digits"),
+        (["inspect", "x", "--tp", "x"], "--tensor-parallel-size is 'x', want an integer"),
+        (["bench", "--limit", "0"], "--limit is '0', want at least 1"),
+    ],
+)
+def test_usage_errors_are_one_line(run: Run, arguments: list[str], message: str) -> None:
     status, out, err = run(*arguments)
-    assert status == 2 and out == "" and "kdtree" in err and "Traceback" not in err
+    assert status == 2 and out == ""
+    assert err.startswith("kdtree: error: ") and err.count("\n") == 1 and message in err
+
+
+def test_without_arguments_the_help_is_shown(run: Run) -> None:
+    status, out, err = run()
+    assert status == 2 and out == "" and err == run("--help")[1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad\nweights"), OSError("gone"), MemoryError()])
