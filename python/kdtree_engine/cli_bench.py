@@ -244,6 +244,7 @@ def bench(
       kdtree bench ops
     """
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context, context.invoked_subcommand)
         return
     from kdtree_engine.locations import default_model, find_drafter
     from kdtree_engine.sampling_params import SamplingParams
@@ -299,6 +300,18 @@ def bench(
         )
     if wrong:
         raise typer.Exit(1)
+
+
+def _refuse_options_before(context: typer.Context, name: str) -> None:
+    """Refuses options of `bench` itself in front of a subcommand, which would not get them."""
+    group: Any = context.command
+    own = {p.name: p.opts[0] for p in group.params}
+    known = {p.name for p in group.get_command(context, name).params}
+    for given in context.params:  # in the order of the command line
+        source = context.get_parameter_source(given)
+        if source is not None and source.name == "COMMANDLINE":
+            advice = f"give it after {name}" if given in known else f"{name} has no such option"
+            raise OptionError(f"{own[given]} stands before {name} and would be ignored: {advice}")
 
 
 def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> float:

@@ -2,9 +2,11 @@
 
 import json
 import struct
+import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +145,28 @@ def test_bench_options_are_checked(
 ) -> None:
     status, _, err = run("bench", *arguments)
     assert status == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "4", "-m", "/no", "rank"], "--tensor-parallel-size stands before rank"),
+        (["--tp", "4", "rank"], "would be ignored: give it after rank"),
+        (["-m", "/no", "--tp", "4", "rank", "--rows", "1"], "--model stands before rank"),
+        (["--temperature", "5000", "rank"], "would be ignored: rank has no such option"),
+        (["--max-tokens", "128", "ops"], "--max-tokens stands before ops"),  # the default too
+        (["--arithmetic", "ops"], "would be ignored: ops has no such option"),
+        (["--json", "x.json", "ops"], "--json stands before ops and would be ignored: give it af"),
+    ],
+)
+def test_options_before_a_subcommand_are_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    called = SimpleNamespace(bench_rank=pytest.fail, bench_ops=pytest.fail)
+    monkeypatch.setitem(sys.modules, "kdtree_engine._core", called)
+    monkeypatch.setattr("kdtree_engine._core", called, raising=False)
+    status, out, err = run("bench", *arguments)
+    assert status == 2 and out == "" and message in err and err.count("\n") == 1
 
 
 def test_bench_without_a_drafter(
