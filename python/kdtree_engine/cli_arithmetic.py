@@ -137,7 +137,7 @@ def show(a: Arithmetic) -> None:
     )
     table.add_column("limit", no_wrap=True)
     for name in ("needs", "ceiling", "least time", "reached"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     need = f"{(a.weight_bytes + a.kv_bytes) / 1e6:.2f} MB"
     rows = (
         ("memory", need, f"{a.read_gb_s:.1f} GB/s", a.memory_ms, a.fraction_of_memory),
@@ -153,7 +153,7 @@ def show(a: Arithmetic) -> None:
     for limit, needs, ceiling, least, reached in rows:
         table.add_row(limit, needs, ceiling, f"{least:.3f} ms", f"{reached:.0%}")
     console = common.stdout_console()
-    console.print(table)
+    common.print_table(table, console)
     console.print(
         f"ceilings measured just now with {a.num_threads} threads, {a.isa}; caches: reading "
         f"{need} over and over"

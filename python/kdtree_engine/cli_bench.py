@@ -326,10 +326,10 @@ def _print_table(
 ) -> None:
     title = f"{num_prompts} prompts, at most {max_tokens} tokens each, on {device}, {how}"
     table = Table(title=title)
-    table.add_column("setting", no_wrap=True, min_width=max(len(s.spec.name) for s in settings))
+    table.add_column("setting", no_wrap=True)
     for name in ("tokens per forward", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right", overflow="fold")
-    table.add_column("same tokens", overflow="fold")
+        table.add_column(name, justify="right")
+    table.add_column("same tokens")
     for setting in settings:
         record = setting.record(settings[0])
         table.add_row(
@@ -339,4 +339,4 @@ def _print_table(
             f"{record['speedup_over_plain']:.2f}",
             "yes" if record["identical_to_plain"] else "NO",
         )
-    common.stdout_console().print(table)
+    common.print_table(table)

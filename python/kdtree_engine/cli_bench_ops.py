@@ -68,7 +68,7 @@ def bench_ops(
     records = with_shares(_core.bench_ops(device, only))
     table = Table(title=f"ops on {device}")
     table.add_column("op", no_wrap=True)
-    table.add_column("size", overflow="fold")
+    table.add_column("size")
     for name in ("us", "GB/s", "TFLOP/s", "share"):
         table.add_column(name, justify="right")
     for r in records:
@@ -76,6 +76,6 @@ def bench_ops(
         rates = [f"{r[key]:.0f}" if r[key] else "" for key in ("gb_s", "tflop_s")]
         share += f" {r['bound']}" if share else ""
         table.add_row(r["op"], r["shape"], f"{r['us']:.1f}", *rates, share)
-    common.stdout_console().print(table)
+    common.print_table(table)
     if json_file is not None:
         json_file.write_text(json.dumps({"device": device, "ops": records}, indent=1) + "\n")

@@ -104,7 +104,7 @@ def bench_rank(
     for record in records:
         table.add_row(str(record["rows"]), *(f"{record[key]:.1f}" for key in keys))
     console = common.stdout_console()
-    console.print(table)
+    common.print_table(table, console)
     console.print(
         f"one alone: rank 0's part of the weights, summing nothing; {size} ranks: the whole pass; "
         f"added: what the ranks add to one alone; {sums} sums: as many as a pass has, from one sum "

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     Progress,
     TextColumn,
 )
+from rich.table import Column, Table
 
 from kdtree_engine import checks
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS, SpeculativeConfig
@@ -92,6 +95,7 @@ _WANTED = {
 }
 _ARGUMENT_NAMES = {"prompt": "PROMPT", "path": "PATH", "json_file": "--json"}
 _WIDEST = 1_000_000  # of a line that no terminal folds
+_LONG_WORD = 24  # longer ones, such as names of files, a table may fold
 # What a terminal shows that cannot show these.
 _ASCII = {"·": ".", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "×": "x", "✓": "*"}
 _ASCII |= {bar: str(height + 1) for height, bar in enumerate("▁▂▃▄▅▆▇█")}
@@ -104,6 +108,7 @@ class OptionError(ValueError):
 def prepare_streams() -> None:
     """Makes sure that both output streams are there, and replace what their encoding lacks.
 
+    Sizes of the terminal in the environment that are no sizes are dropped, before rich uses them.
     Ends the process when standard output is closed, as there is nobody to work for.
     """
 
@@ -114,6 +119,9 @@ def prepare_streams() -> None:
         return "".join(_ASCII.get(c, "?") for c in missing), error.end
 
     codecs.register_error("kdtree", replaced)
+    for size in ("COLUMNS", "LINES"):
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get(size, "")):
+            os.environ.pop(size, None)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -215,6 +223,42 @@ def stdout_console() -> Console:
     """Folds to the terminal's width; what goes to a file or a pipe keeps its lines whole."""
     whole = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, width=_WIDEST if whole else None)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Prints a table of which nothing is cut.
+
+    Where its columns are too wide for the console, they stand closer and fold: headers anywhere,
+    cells at spaces and in words of more than 24 characters. Where even that is too wide, the lines
+    are longer than the console's.
+    """
+    console = console or stdout_console()
+    endless = console.options.update(max_width=_WIDEST)
+    width = own_width = console.width
+
+    def goals_of(column: Column) -> list[int]:
+        """Widths for the words of the cells, those of the header too, and whole cells."""
+        shown = [column.header if table.show_header else "", *column.cells]
+        sizes = [Measurement.get(console, endless, cell) for cell in shown]
+        whole = max(size.maximum for size in sizes)
+        words = [min(_LONG_WORD, size.minimum) for size in sizes]
+        return [whole] * 3 if column.no_wrap else [max(1, *words[1:]), max(words), whole]
+
+    if Measurement.get(console, endless, table).maximum > own_width:
+        table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, 0
+        goals = [(column, goals_of(column)) for column in table.columns]
+        goals.sort(key=lambda goal: goal[0].justify != "right")  # numbers fold last
+        spare = own_width - sum(least for _, (least, _, _) in goals) - len(goals) + 1
+        width = max(own_width, own_width - spare)
+        for step in (1, 2):
+            for _, goal in goals:
+                more = max(0, min(spare, goal[step] - goal[0]))
+                goal[0], spare = goal[0] + more, spare - more
+        for column, (fitting, _, _) in goals:
+            column.width, column.overflow = fitting, "fold"
+    console.width = width
+    console.print(table)
+    console.width = own_width
 
 
 def stderr_console() -> Console:

@@ -105,8 +105,8 @@ def _print(plan: "Plan") -> None:
 
 def _print_table(first: str, rows: Iterable[tuple[str, int]]) -> None:
     table = Table()
-    table.add_column(first, overflow="fold")
+    table.add_column(first)
     table.add_column("bytes", justify="right")
     for name, size in rows:
         table.add_row(name, f"{size:,}")
-    common.stdout_console().print(table)
+    common.print_table(table)

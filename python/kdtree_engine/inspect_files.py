@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree_engine import kdtr
-from kdtree_engine.cli_common import stdout_console, with_option_names
+from kdtree_engine.cli_common import print_table, stdout_console, with_option_names
 from kdtree_engine.inspect_plan import print_plan, size_text
 
 
@@ -63,11 +63,10 @@ def inspect_path(
     _print_whole(f"{path}, {path.stat().st_size:,} bytes", console)
     table = Table()
     for column in ("name", "dtype", "shape", "offset", "bytes", "xxh64"):
-        justify = "right" if column in ("offset", "bytes") else "left"
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(column, justify="right" if column in ("offset", "bytes") else "left")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row.values()))
-    console.print(table)
+    print_table(table, console)
     _print_faults(faults, console)
     return not faults
 
@@ -126,9 +125,9 @@ def _inspect_folder(
         _print_whole(title, console)
         table = Table(show_header=False)
         table.add_column("field")
-        table.add_column("value", overflow="fold")
+        table.add_column("value")
         _add_rows(table, "", {k: v for k, v in report.items() if k != "faults"})
-        console.print(table)
+        print_table(table, console)
     if planned is not None:
         print_plan(planned, console)
     _print_faults(faults, console)

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kdtree_engine.cli_common import print_table
+
 _UNITS = {"b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)}
 _UNITS |= {unit: 1024**i for i, p in enumerate("kmgtp", 1) for unit in (p, f"{p}i", f"{p}ib")}
@@ -63,7 +65,7 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
         table.add_row(
             f"sequences of {plan['max_model_len']:,} that fit", f"{plan['sequences_fit']:,}", ""
         )
-    console.print(table)
+    print_table(table, console)
     console.print(_verdict(plan, per_token))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
@@ -101,6 +102,9 @@ def print_tree(drawn: Drawing, console: Console) -> None:
     bonus = Text(drawn.bonus, style="bold yellow")
     bonus.append("  bonus, the target's own", style="dim")
     branches[drawn.accepted[-1]].add(bonus)
+    # A deep node is not cut where the terminal is narrower than that.
+    endless = console.options.update(max_width=1_000_000)
+    console.width = max(console.width, Measurement.get(console, endless, root).minimum)
     console.print(root)
     console.print(Text(LEGEND, style="dim"), soft_wrap=True)
     console.print(Text(drawn.caption), soft_wrap=True)

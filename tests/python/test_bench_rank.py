@@ -40,6 +40,17 @@ def test_times_on_ranks(run: Run, tmp_path: Path, ranks: int, layers: int) -> No
     assert result["rows"][2]["alone_us"] > result["rows"][0]["alone_us"]
 
 
+def test_times_are_whole_on_narrow_terminals(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    options = ("--layers", "1", "--rows", "257", "--json", str(tmp_path / "rank.json"))
+    status, out, err = run(*TINY, *options)
+    (record,) = json.loads((tmp_path / "rank.json").read_text())["rows"]
+    assert status == 0 and f"{record['alone_us']:.1f}" in out.split(), err
+    assert f"{record['all_reduce_us']:.1f}" in out.split() and "…" not in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,5 +1,6 @@
 """`kdtree bench`: settings, prompts files, the arithmetic of plain decoding."""
 
+import io
 import json
 import struct
 import sys
@@ -10,10 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import fake_core
 from kdtree_engine import cli_bench
 from kdtree_engine.cli_arithmetic import of_plain, weights_per_token
+from kdtree_engine.cli_common import print_table
 from kdtree_engine.llm import LLM
 from kdtree_engine.outputs import SpecStats
 
@@ -218,6 +224,9 @@ def test_bench_arithmetic(
         "bench", "--methods", "none", "--arithmetic", "--json", str(tmp_path / "r.json")
     )
     assert status == 0 and "multiply-adds" in out and "10.0 GB/s" in out
+    monkeypatch.setenv("COLUMNS", "20")
+    words = run("bench", "--methods", "none", "--arithmetic")[1].split()
+    assert {"multiply-adds", "MFLOP", "GFLOP/s"} <= set(words)
     result = json.loads((tmp_path / "r.json").read_text())["arithmetic"]
     # prompts of 2, 3 and 4 ids with [BOS], 5 tokens each, so 3 + 2.5 in the cache on average
     assert result["mean_context"] == 5.5
@@ -269,6 +278,48 @@ def test_bench_keeps_the_settings_on_narrow_terminals(
     out = run("bench", "--budgets", "256,auto")[1]
     assert "ddtree auto" in out and "ddtree 256" in out and "…" not in out
     assert max(map(len, out.splitlines())) <= 40
+    assert "2.00" in out and "1.00" in out
+    for columns in ("1", "20"):
+        monkeypatch.setenv("COLUMNS", columns)
+        out = run("bench", "--budgets", "256,auto")[1]
+        words = out.split()
+        assert words.count("2.00") == 3 and words.count("yes") == 4 and "…" not in out
+
+
+@pytest.mark.parametrize("columns", ["0", "-40", "many", "²", "9" * 5000])
+def test_a_width_that_is_none_is_as_if_unset(
+    scripted: Fake, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    tree = run("tree", "hello")[1]
+    assert "hello" in tree
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    assert run("tree", "hello")[1] == tree
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "same tokens" in run("bench")[1]
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 33, 40, 60, 79, 200])
+def test_no_cell_of_a_table_is_cut(width: int) -> None:
+    table = Table(title="a title")
+    table.add_column("an op", no_wrap=True)
+    for head in ("bytes", "tokens per second"):
+        table.add_column(head, justify="right")
+    table.add_column("name")
+    table.add_column("nothing")
+    table.add_row("two words", "2,147,483,648", "17.9 GB/s", "q" * 50, "")
+    table.add_row("[b]x[/b]", "0", Text("[1]"), "some more words than there are above", "")
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        print_table(table, console)
+    out = capture.get()
+    words = out.replace("│", " ").split()
+    assert {"two", "words", "2,147,483,648", "17.9", "GB/s", "x", "0", "[1]", "above"} <= {*words}
+    assert "two words" in out and out.count("q") == 50 and "q" * 24 in out
+    least = len("two words 2,147,483,648 17.9 _") + 1 + 24
+    assert max(map(cell_len, out.splitlines())) <= max(width, least)
+    assert ("┃" in out) == (width == 200) and console.width == width
 
 
 def test_cpu_name_is_text() -> None:
@@ -293,6 +344,20 @@ def test_ops_are_compared_with_the_ceiling_that_bounds_them() -> None:
         ("memory", 0.5),
         ("mma.sync", 0.4),
     ]
+
+
+def test_ops_are_whole_on_narrow_terminals(
+    scripted: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"op": "moe_experts", "shape": "8 x 7168", "bytes": 4e9, "operations": 1e9, "us": 2e3}
+    ceiling = {**record, "op": "ceiling: read"}
+    monkeypatch.setattr(
+        fake_core, "bench_ops", lambda device, only: [ceiling, record], raising=False
+    )
+    monkeypatch.setenv("COLUMNS", "20")
+    out = run("bench", "ops")[1]
+    assert {"moe_experts", "7168", "2000.0", "2000", "100%", "memory"} <= set(out.split())
+    assert "ceiling: read" in out and "…" not in out
 
 
 def test_ops_without_a_cuda_build_say_so(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -38,6 +38,16 @@ def test_what_is_piped_keeps_its_lines(bundle: Path, run: Run) -> None:
     assert out.startswith(f"{path}, {path.stat().st_size:,} bytes")
 
 
+def test_kdtr_table_is_whole_on_narrow_terminals(
+    bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = [
+        array["xxh64"] for array in json.loads(run("inspect", str(bundle), "--json")[1])["arrays"]
+    ]
+    monkeypatch.setenv("COLUMNS", "20")
+    assert {"weights", "[red]", "bf16", *sums} <= set(run("inspect", str(bundle))[1].split())
+
+
 def test_kdtr_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_path(bundle, as_json=True)
     report = json.loads(capsys.readouterr().out)

@@ -79,6 +79,17 @@ def test_terminal_picture(tokenizer: Tokenizer) -> None:
     assert lines[-2] == render.LEGEND
 
 
+def test_nothing_of_a_tree_is_cut_on_narrow_terminals(tokenizer: Tokenizer) -> None:
+    drawn = render.drawing(_step([259, 264, 33], [0, 1, 2]), tokenizer)
+    for width in (1, 4, 9, 15):
+        console = Console(width=width, highlight=False)
+        with console.capture() as capture:
+            render.print_tree(drawn, console)
+        words = capture.get().replace("│", "").split()
+        assert words.count("path") == 6 and words.count("✓") >= 2 and "bonus," in words
+        assert {"0.60", "0.600", "0.50", "0.300"} <= set(words)
+
+
 @pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 1, 2]])
 def test_svg_is_well_formed_and_shows_every_node(tokenizer: Tokenizer, accepted: list[int]) -> None:
     drawn = render.drawing(_step([259, 264, 60][: len(accepted)], accepted), tokenizer)

@@ -346,6 +346,14 @@ def test_inspect_prints_a_plan(run: Run) -> None:
     assert plan["kv_tokens_fit"] == free // per_token
 
 
+def test_plans_are_whole_on_narrow_terminals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    words = run("inspect", str(BUNDLED), "--tp", "2", "--gpu-memory", "3GiB")[1].split()
+    assert {"2,147,483,648", "3,221,225,472", "drafter's"} <= set(words)
+    words = run("inspect", str(BUNDLED))[1].split()
+    assert {"max_position_embeddings", "bytes_by_part.embedding", "deepseek_v3"} <= set(words)
+
+
 def test_what_a_plan_finds_wrong(run: Run, tmp_path: Path) -> None:
     status, text, _ = run("inspect", str(BUNDLED), "--tp", "3", "--json")
     faults = json.loads(text)["faults"]

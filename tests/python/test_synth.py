@@ -172,7 +172,7 @@ def test_text_of_made_up_words(tiny: Path) -> None:
 # ---------------------------------------------------------------- command
 
 
-def test_dry_run_of_the_whole_model(run: Run) -> None:
+def test_dry_run_of_the_whole_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run("--like", "kimi-k2.6", "--dry-run")
     assert status == 0
     assert "kimi-k2.6: 208,215 tensors, 594,205,904,896 bytes" in out
@@ -180,6 +180,8 @@ def test_dry_run_of_the_whole_model(run: Run) -> None:
     assert "62 shards" in out and "model-00062-of-000062.safetensors" in out
     out = run("--like", "tiny", "--dry-run", "--no-drafter")[1]
     assert "5 shards" in out and "drafter" not in out
+    monkeypatch.setenv("COLUMNS", "20")
+    assert {"3,803,136", "1,179,648"} <= {*run("--like", "tiny", "--dry-run")[1].split()}
 
 
 def test_command_writes(run: Run, tmp_path: Path) -> None:
