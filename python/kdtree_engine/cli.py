@@ -240,7 +240,8 @@ def tree(
 ) -> None:
     """Draw the draft tree of the next round and the path the target accepts.
 
-    Beside each token: the drafter's probability of the token at its depth, and of the whole path.
+    Beside each token: the drafter's probability of the token at its depth, and of the whole path;
+    with a --temperature, given part of the noise that the target's tokens are drawn with.
     The tree has as many nodes as --tree-budget says; `auto` has no place here.
 
     \b
@@ -264,7 +265,7 @@ def tree(
         trees = (chunk.step for chunk in stream if chunk.step.tree is not None)
         for skipped, step in enumerate(trees):
             if skipped == after:
-                drawn = render.drawing(step, llm.get_tokenizer())
+                drawn = render.drawing(step, llm.get_tokenizer(), params.temperature > 0)
                 break
     if drawn is None:
         raise ValueError(f"the text ended before round {after + 1}: use a smaller --after")

@@ -228,7 +228,8 @@ class Conversation:
 
         if self._last_tree is None:
             raise ValueError("no round had a tree yet: /budget 16 asks for trees")
-        drawn = render.drawing(self._last_tree, self._llm.get_tokenizer())
+        sampled = self._params.temperature > 0
+        drawn = render.drawing(self._last_tree, self._llm.get_tokenizer(), sampled)
         render.print_tree(drawn, common.stdout_console())
 
     def _reset(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kdtree_engine.tokenizer import Tokenizer
 
 LEGEND = "· space, ⏎ line end; the token's probability, its path's; ✓ accepted by the target"
+_NOISE = "; probabilities given part of the noise of the draws"
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
 
 
@@ -31,6 +32,7 @@ class Drawing:
     path_probability: list[float]  # of the whole path
     accepted: list[int]  # slots the target agreed with, root first
     bonus: str  # the target's token after the last of them
+    sampled: bool = False  # the probabilities have part of the noise of the target's draws
 
     def children(self, slot: int) -> list[int]:
         """Slots below `slot`, the likeliest first."""
@@ -54,8 +56,11 @@ def visible(text: str) -> str:
     return re.sub("·{4,}", lambda run: f"·×{len(run[0])}", signs)
 
 
-def drawing(step: "StepOutput", tokenizer: "Tokenizer") -> Drawing:
-    """What to draw of a round. Raises ValueError for a round without a tree."""
+def drawing(step: "StepOutput", tokenizer: "Tokenizer", sampled: bool = False) -> Drawing:
+    """What to draw of a round; `sampled`: at a temperature above zero.
+
+    Raises ValueError for a round without a tree.
+    """
     tree = step.tree
     if tree is None:
         raise ValueError("this round has no tree: it was a plain step")
@@ -77,6 +82,7 @@ def drawing(step: "StepOutput", tokenizer: "Tokenizer") -> Drawing:
         path_probability=[exp(w) for w in logw],
         accepted=accepted,
         bonus=bonus,
+        sampled=sampled,
     )
 
 
@@ -106,7 +112,8 @@ def print_tree(drawn: Drawing, console: Console) -> None:
     endless = console.options.update(max_width=1_000_000)
     console.width = max(console.width, Measurement.get(console, endless, root).minimum)
     console.print(root)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=True)
+    legend = LEGEND + _NOISE * drawn.sampled
+    console.print(Text(legend, style="dim"), soft_wrap=True)
     console.print(Text(drawn.caption), soft_wrap=True)
 
 
@@ -151,6 +158,7 @@ def _rows(drawn: Drawing) -> list[float]:
 def to_svg(drawn: Drawing) -> str:
     """The tree from left to right, with the accepted path and the bonus token marked."""
     rows = _rows(drawn)
+    caption = drawn.caption + _NOISE * drawn.sampled
     last = drawn.accepted[-1]
     widths: dict[int, int] = {}
     for slot, text in enumerate(drawn.labels):
@@ -164,7 +172,7 @@ def to_svg(drawn: Drawing) -> str:
         left[depth] = x
         x += max(widths.get(depth, 44), bonus_width if depth == bonus_depth else 0) + _GAP
     bonus_row = rows[-1]
-    width = max(x - _GAP + _MARGIN, int(_CAPTION_CHAR * cell_len(drawn.caption)) + 2 * _MARGIN)
+    width = max(x - _GAP + _MARGIN, int(_CAPTION_CHAR * cell_len(caption)) + 2 * _MARGIN)
     height = int((max(rows) + 1) * _ROW + 2 * _MARGIN + 22)
     accepted = set(drawn.accepted)
     edges, boxes = [], []
@@ -200,9 +208,9 @@ def to_svg(drawn: Drawing) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img">\n'
-        f"<title>{escape(drawn.caption)}</title>\n<style>{_STYLE}</style>\n"
+        f"<title>{escape(caption)}</title>\n<style>{_STYLE}</style>\n"
         f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
         + "\n".join(edges + boxes)
         + f'\n<text x="{_MARGIN}" y="{height - _MARGIN}" style="font-size:12px">'
-        f"{escape(drawn.caption)}</text>\n</svg>\n"
+        f"{escape(caption)}</text>\n</svg>\n"
     )

@@ -87,6 +87,8 @@ def test_commands(say: Run, scripted: Fake) -> None:
     assert "[all answers: 4 tokens in 2 target forwards, 2.00 tokens per forward" in out
     assert "root, the last token so far" in out and "bonus, the target's own" in out
     assert cli_chat.HELP in out
+    noise = "probabilities given part of the noise of the draws"
+    assert noise not in out and noise in say("hello\n/tree\n", "-T", "0.7")[1]
 
 
 def test_the_budget_of_the_next_answers(

@@ -397,6 +397,19 @@ def test_tree_draws_and_writes_svg(scripted: Fake, run: Run, tmp_path: Path) -> 
     assert (tmp_path / "t.svg").read_text("utf-8").startswith("<svg ") and "wrote" in err
 
 
+def test_a_sampled_tree_says_what_its_probabilities_are(
+    scripted: Fake, run: Run, tmp_path: Path
+) -> None:
+    svg = tmp_path / "t.svg"
+    for sampling, told in (([], 0), (["-T", "0"], 0), (["-T", "0.7"], 1)):
+        out = run("tree", "hello", "--svg", str(svg), *sampling)[1]
+        note = "; probabilities given part of the noise of the draws"
+        assert out.count(f"accepted by the target{note}\n") == told
+        assert svg.read_text("utf-8").count(f"tokens{note}</text>") == told
+        assert ("noise" in out) == ("noise" in svg.read_text("utf-8")) == bool(told)
+    assert "given part of the noise" in " ".join(run("tree", "--help")[1].split())
+
+
 def test_tree_after(scripted: Fake, run: Run) -> None:
     assert "0 accepted and the target's own hello, so 1 token" in " ".join(
         run("tree", "hello", "--after", "1")[1].split()
