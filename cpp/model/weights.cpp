@@ -295,9 +295,10 @@ void check_groups(const char* key, int64_t value, int64_t group, const Shard& sh
 void check_ranks(int tensor_parallel_size, bool expert_parallel) {
   KDT_CHECK_ARGUMENT(tensor_parallel_size >= 1 && tensor_parallel_size <= kMaxRanks,
                      "tensor_parallel_size is ", tensor_parallel_size, "; want 1 to ", kMaxRanks);
-  KDT_CHECK_ARGUMENT(tensor_parallel_size > 1 || !expert_parallel,
-                     "expert_parallel is true, but tensor_parallel_size is 1: there are no ranks to give "
-                     "whole experts to");
+  KDT_CHECK_ARGUMENT(
+      tensor_parallel_size > 1 || !expert_parallel,
+      "expert_parallel is true, but tensor_parallel_size is 1: there are no ranks to give "
+      "whole experts to");
 }
 
 void check_int4_slice(const std::string& name, int64_t columns, const Shard& shard) {

@@ -168,9 +168,9 @@ class LLM:
 
         A prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}. `sampling_params`:
         one for all or one each. `use_tqdm` shows a progress bar. `speculative_config`, without
-        `model`, replaces the engine's own for this call. Raises ValueError when a prompt or an option is refused; then
-        nothing is generated. Raises RuntimeError when the model's logits were no numbers; then the
-        other requests of the call end too.
+        `model`, replaces the engine's own for this call. Raises ValueError when a prompt or an
+        option is refused; then nothing is generated. Raises RuntimeError when the model's logits
+        were no numbers; then the other requests of the call end too.
         """
         single = isinstance(prompts, str | Mapping)
         items: list[Any] = [prompts] if single else checks.listed("prompts", prompts, "prompts")
