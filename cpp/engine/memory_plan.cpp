@@ -160,7 +160,10 @@ MemoryPlan plan_memory(const ModelConfig& config, const TensorSource& tensors,
   check_ranks(options.tensor_parallel_size, options.expert_parallel);
   check_range("gpu_memory", options.gpu_memory, 0, int64_t{1} << 50);
   check_range("overhead", options.overhead, 0, int64_t{1} << 50);
-  check_range("max_model_len", options.max_model_len, 0, config.max_position_embeddings);
+  KDT_CHECK_ARGUMENT(
+      options.max_model_len >= 0 && options.max_model_len <= config.max_position_embeddings,
+      "max_model_len is ", options.max_model_len, "; want 0 (the checkpoint's) to ",
+      config.max_position_embeddings);
   check_range("max_num_seqs", options.max_num_seqs, 1, kMaxSequences);
   check_range("prefill_chunk_size", options.prefill_chunk_size, 1, kMaxChunk);
   const Shard shard{0, options.tensor_parallel_size, options.expert_parallel};

@@ -33,6 +33,7 @@ Each command has examples: kdtree COMMAND --help
 _UsageError: Any = typer.BadParameter.__base__  # typer shows it by no name of its own
 app = typer.Typer(
     help=_TOP,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -202,6 +203,8 @@ def inspect(
     from kdtree_engine.inspect_files import inspect_path
     from kdtree_engine.inspect_plan import parse_size
 
+    if not path.exists():
+        raise common.OptionError(f"PATH is {path}: there is no such folder or file")
     plan: dict[str, Any] = {}
     if tensor_parallel_size is not None:
         plan["tensor_parallel_size"] = tensor_parallel_size
@@ -256,6 +259,8 @@ def tree(
 
     text = common.read_prompt(prompt)
     common.check_writable("--svg", svg)
+    if svg is not None and svg.suffix.lower() != ".svg":
+        raise common.OptionError(f"--svg is {svg}: the picture is SVG, want a name ending in .svg")
     common.parse_budget(tree_budget, auto=False)
     params = SamplingParams(max_tokens=None, **sampling.for_params())
     speculative = common.speculative_options("ddtree", tree_budget, tree_topk, draft_temperature)

@@ -324,7 +324,8 @@ def _mean_context(llm: "LLM", prompts: list[BenchPrompt], plain: Setting) -> flo
 def _print_table(
     settings: list[Setting], num_prompts: int, max_tokens: int, device: str, how: str
 ) -> None:
-    title = f"{num_prompts} prompts, at most {max_tokens} tokens each, on {device}, {how}"
+    prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+    title = f"{prompts}, at most {max_tokens} tokens each, on {device}, {how}"
     table = Table(title=title)
     table.add_column("setting", no_wrap=True)
     for name in ("tokens per forward", "tokens/s", "speed-up"):

@@ -154,6 +154,7 @@ class Conversation:
         self._speculative: dict[str, Any] | None = None  # None: as the engine was loaded
         self._last: RequestOutput | None = None
         self._all: Any = None  # SpecStats of all answers
+        self._num_tokens = 0  # the same, with those of the prompts' passes
         self._last_tree: Any = None
 
     def take(self, message: str) -> bool:
@@ -210,6 +211,7 @@ class Conversation:
         if self._all is None:
             self._all = type(spec)(spec.method, spec.tree_budget)
         self._all.add(spec)
+        self._num_tokens += len(answer.token_ids)
 
     # ------------------------------------------------------------------ commands
 
@@ -218,7 +220,7 @@ class Conversation:
             raise ValueError("there was no answer yet")
         print(common.stats_line(self._last))
         print(
-            f"[all answers: {self._all.decoded_tokens} tokens in {self._all.target_forwards} "
+            f"[all answers: {self._num_tokens} tokens in {self._all.target_forwards} "
             f"target forwards, {self._all.tokens_per_forward:.2f} tokens per forward, "
             f"{self._all.tokens_per_second:.1f} tokens/s]"
         )
@@ -244,7 +246,10 @@ class Conversation:
                 raise ValueError(
                     "/budget needs the drafter: start kdtree chat without --method none"
                 )
-            budget = common.parse_budget(text, "/budget")
+            try:
+                budget = common.parse_budget(text, "/budget")
+            except common.OptionError as error:
+                raise common.OptionError(f"{error}, or none") from None
             options: dict[str, Any] = {"method": "ddtree", "tree_budget": budget}
             if loaded.method == "ddtree":
                 options["draft_temperature"] = loaded.draft_temperature

@@ -167,6 +167,8 @@ def usage_error(error: Any) -> OptionError:
             option = error.param.opts[0]
             return OptionError(f"{option} is {checks.shown(fault['input'])}, want {want}")
     text = error.format_message().removesuffix(".")
+    if text.startswith("Got unexpected extra argument"):
+        text += ": text of several words needs quotes"
     help_of = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
     return OptionError(f"{text[:1].lower()}{text[1:]}{help_of}")
 

@@ -101,6 +101,7 @@ def _print(plan: "Plan") -> None:
         files = "1 shard" if len(shards) == 1 else f"{len(shards)} shards"
         print(f"{files}, {folder.bytes:,} bytes with headers and small files")
         _print_table("file", [(s["file"], len(s["header"]) + s["bytes"]) for s in shards])
+    print(f"in all {plan.num_tensors:,} tensors, {plan.bytes:,} bytes, {plan.bytes / 1e9:.1f} GB")
 
 
 def _print_table(first: str, rows: Iterable[tuple[str, int]]) -> None:

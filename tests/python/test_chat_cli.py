@@ -84,7 +84,7 @@ def test_commands(say: Run, scripted: Fake) -> None:
     out = say("hello\n/stats\n/tree\n/help\n/quit\nnever")[1]
     assert out.startswith(ANSWER) and out.count(ANSWER) == 1
     assert "[5 tokens (length), ddtree auto, " in out
-    assert "[all answers: 4 tokens in 2 target forwards, 2.00 tokens per forward" in out
+    assert "[all answers: 5 tokens in 2 target forwards, 2.00 tokens per forward" in out
     assert "root, the last token so far" in out and "bonus, the target's own" in out
     assert cli_chat.HELP in out
     noise = "probabilities given part of the noise of the draws"
@@ -161,7 +161,7 @@ def test_reasoning_and_calls_are_not_the_answer(
         ("/reset now", [], 1, "there is no command '/reset now'"),
         ("/stats", [], 1, "there was no answer yet"),
         ("/tree", [], 1, "no round had a tree yet"),
-        ("/budget 0", [], 2, "/budget is '0', want 1 to 256 or auto"),
+        ("/budget 0", [], 2, "/budget is '0', want 1 to 256 or auto, or none"),
         (b"a\xff", [], 2, "standard input is not UTF-8"),
         ("x", ["--chat-template-kwargs", "{"], 2, "--chat-template-kwargs is no JSON"),
         ("x", ["--chat-template-kwargs", "1"], 2, "--chat-template-kwargs is '1', want a JSON"),

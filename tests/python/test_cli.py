@@ -313,7 +313,9 @@ def test_any_encoding_of_the_terminal(
     ("arguments", "message"),
     [
         (["generate"], "missing argument 'PROMPT' (see kdtree generate --help)"),
-        (["generate", "x", "y"], "got unexpected extra argument"),
+        (["generate", "x", "y"], "argument(s) (y): text of several words needs quotes"),
+        (["tree", "x", "--svg", "x.png"], "--svg is x.png: the picture is SVG"),
+        (["inspect", "nowhere"], "PATH is nowhere: there is no such folder or file"),
         (["generate", "x", "--budget", "3"], "no such option: --budget (Possible options: --tree-"),
         (["generate", "x", "-n"], "option '-n' requires an argument"),
         (["fly"], "no such command 'fly'"),
@@ -364,7 +366,7 @@ def test_interrupt_is_clean(scripted: Fake, run: Run, monkeypatch: pytest.Monkey
 
 
 def test_text_for_a_terminal_cannot_steer_it(run: Run) -> None:
-    assert run("inspect", "no\x1b[2Jfile")[2].endswith(": no\ufffd[2Jfile\n")
+    assert "PATH is no\ufffd[2Jfile: there is" in run("inspect", "no\x1b[2Jfile")[2]
     assert cli_common.printable("a\x1b[2J\tb\n\x9b\r") == "a\ufffd[2J\tb\n\ufffd\ufffd"
 
 
@@ -450,8 +452,8 @@ def command(*arguments: str, shell: str = "") -> subprocess.CompletedProcess[str
 
 def test_module_is_the_command() -> None:
     done = command("inspect", "/no/such/file")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "kdtree: error: No such file or directory: /no/such/file\n"
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "kdtree: error: PATH is /no/such/file: there is no such folder or file\n"
 
 
 IMPORTING = """
@@ -521,7 +523,7 @@ def test_streams_that_are_closed_or_full(arguments: list[str]) -> None:
 
 def test_a_closed_standard_error_does_not_go_to_standard_output() -> None:
     done = command("inspect", "/no/such/file", shell="2>&-")
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
 
 
 def test_a_closed_standard_input() -> None:

@@ -178,6 +178,7 @@ def test_dry_run_of_the_whole_model(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "kimi-k2.6: 208,215 tensors, 594,205,904,896 bytes" in out
     assert "kimi-k2.6/drafter: 69 tensors" in out
     assert "62 shards" in out and "model-00062-of-000062.safetensors" in out
+    assert out.splitlines()[-1].startswith("in all 208,284 tensors, ")
     out = run("--like", "tiny", "--dry-run", "--no-drafter")[1]
     assert "5 shards" in out and "drafter" not in out
     monkeypatch.setenv("COLUMNS", "20")
