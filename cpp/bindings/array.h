@@ -22,7 +22,6 @@ using Ints = Array<int32_t>;
 template <typename T>
 constexpr DType dtype_of() {
   if constexpr (std::is_same_v<T, float>) return DType::kFloat32;
-  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
   if constexpr (std::is_same_v<T, int32_t>) return DType::kInt32;
 }
 

@@ -28,7 +28,9 @@ template <typename T>
 void append_to_message(std::ostream& out, const T& part) {
   if constexpr (std::is_floating_point_v<T>) {
     char digits[64];
-    out.write(digits, std::to_chars(digits, digits + sizeof(digits), part).ptr - digits);
+    const auto end =
+        std::to_chars(digits, digits + sizeof(digits), part, std::chars_format::general);
+    out.write(digits, end.ptr - digits);
   } else {
     out << part;
   }

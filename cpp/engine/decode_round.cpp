@@ -123,8 +123,7 @@ DraftTree Engine::build_tree(const Request& request, const Tensor& logits, int64
   int64_t width = request.options.tree_topk == 0 ? budget : request.options.tree_topk;
   width = chain ? 1 : std::min({width, budget, config_.vocab_size});
 
-  const Tensor logprobs = logprobs_.tensor.rows(0, max_depth * width).view({max_depth, width});
-  const Tensor ids = candidate_ids_.tensor.rows(0, max_depth * width).view({max_depth, width});
+  const auto [logprobs, ids] = candidates(max_depth, width);
   if (request.is_greedy()) {
     choose_candidates(logits.rows(0, max_depth), request.options.draft_temperature, logprobs, ids);
   } else {
@@ -169,7 +168,7 @@ bool Engine::forward_and_choose() {
   batch_->upload();
   return passes_->run({kVerify, batch_->num_rows(), batch_->num_sequences()}, [&] {
     target_->forward(*batch_, *target_cache_);
-    choose_tokens(0, batch_->num_rows());
+    choose_tokens(batch_->num_rows());
   });
 }
 

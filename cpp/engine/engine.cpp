@@ -69,8 +69,7 @@ void Engine::start(const EngineOptions& options, Checkpoints& checkpoints,
   row_indices_ = backend_->allocate(DType::kInt32, {max_rows_});
   const int64_t block = draft_ ? draft_->config().block_size : 1;
   const int64_t candidates = std::max(kLogitRows * kSampleHead, (block - 1) * kMaxTreeBudget);
-  logprobs_ = backend_->allocate(DType::kFloat32, {candidates});
-  candidate_ids_ = backend_->allocate(DType::kInt32, {candidates});
+  candidates_ = backend_->allocate(DType::kInt32, {2 * candidates});
   if (communicator_) {
     const int64_t of_topk = 2 * candidates + std::max(kLogitRows, block - 1);
     part_topk_ = backend_->allocate(DType::kInt32, {of_topk});

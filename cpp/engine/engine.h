@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -128,9 +129,9 @@ class Engine {
 
   // Logits of the pass's rows [begin, begin + count), at most kLogitRows, until the next call.
   Tensor logits_of(int64_t begin, int64_t count);
-  // The likeliest tokens after the pass's rows [begin, begin + count): chooses them on the back
-  // end, then fetches them.
-  void choose_tokens(int64_t begin, int64_t count);
+  // The likeliest tokens after the pass's first `count` rows: chooses them on the back end, then
+  // fetches them.
+  void choose_tokens(int64_t count);
   std::vector<int32_t> chosen_tokens(int64_t count);
   // The halves of choose_tokens: rows from `row` on, and the end for all `count`.
   void choose_likeliest(const Tensor& logits, int64_t row, int64_t count);
@@ -141,6 +142,8 @@ class Engine {
   std::vector<int32_t> drawn_tokens(const PassRows& part, const Candidates& candidates);
   // Appends the logits of the pass's rows [begin, begin + count).
   void append_logits(int64_t begin, int64_t count, std::vector<float>& out);
+  // Log-probabilities and ids [rows, width], side by side in candidates_.
+  std::pair<Tensor, Tensor> candidates(int64_t rows, int64_t width) const;
   // The most probable tokens of each row of logits.
   void choose_candidates(const Tensor& logits, double temperature, const Tensor& logprobs,
                          const Tensor& ids);
@@ -165,8 +168,8 @@ class Engine {
   std::unique_ptr<KvCache> target_cache_, draft_cache_;
   std::unique_ptr<RowBatch> batch_, draft_batch_, context_batch_;
   Buffer logits_, token_out_, draft_logits_, row_indices_;
-  Buffer part_topk_, gathered_;      // of this rank and of all, when there are several
-  Buffer logprobs_, candidate_ids_;  // of one request's drafts or of kLogitRows rows to sample
+  Buffer part_topk_, gathered_;  // of this rank and of all, when there are several
+  Buffer candidates_;            // of one request's drafts or of kLogitRows rows to sample
   // Of one request's tree at a time, at the largest budget. What goes together to or from the
   // device lies side by side in tree_ints_.
   Buffer tree_ints_, tree_logw_;

@@ -33,9 +33,9 @@ void Engine::gather_likeliest(int64_t count) {
                             gathered_.tensor.rows(0, size * 2 * count).view({size, 2 * count}));
 }
 
-void Engine::choose_tokens(int64_t begin, int64_t count) {
+void Engine::choose_tokens(int64_t count) {
   for (int64_t row = 0; row < count; row += kLogitRows)
-    choose_likeliest(logits_of(begin + row, std::min(kLogitRows, count - row)), row, count);
+    choose_likeliest(logits_of(row, std::min(kLogitRows, count - row)), row, count);
   gather_likeliest(count);
 }
 
@@ -181,15 +181,21 @@ void Engine::choose_candidates(const Tensor& logits, double temperature, const T
 
 void Engine::fetch_candidates(const Tensor& logits, double temperature, int64_t width,
                               Candidates& out) {
-  const int64_t rows = logits.dim(0);
-  const Tensor logprobs = logprobs_.tensor.rows(0, rows * width).view({rows, width});
-  const Tensor ids = candidate_ids_.tensor.rows(0, rows * width).view({rows, width});
+  const auto [logprobs, ids] = candidates(logits.dim(0), width);
   choose_candidates(logits, temperature, logprobs, ids);
+  const int64_t count = logprobs.numel();
+  std::vector<int32_t> words(2 * count);
+  backend_->download(words.data(), candidates_.tensor.rows(0, 2 * count));
   const size_t at = out.ids.size();
-  out.logprobs.resize(at + rows * width);
-  out.ids.resize(at + rows * width);
-  backend_->download(out.logprobs.data() + at, logprobs);
-  backend_->download(out.ids.data() + at, ids);
+  out.logprobs.resize(at + count);
+  std::memcpy(out.logprobs.data() + at, words.data(), count * sizeof(float));
+  out.ids.insert(out.ids.end(), words.begin() + count, words.end());
+}
+
+std::pair<Tensor, Tensor> Engine::candidates(int64_t rows, int64_t width) const {
+  const int64_t count = rows * width;
+  return {Tensor(candidates_.tensor.raw(), DType::kFloat32, {rows, width}),
+          candidates_.tensor.rows(count, count).view({rows, width})};
 }
 
 void Engine::choose_noisy_candidates(const Request& request, const Tensor& logits,

@@ -259,7 +259,7 @@ def tree(
 
     text = common.read_prompt(prompt)
     common.check_writable("--svg", svg)
-    if svg is not None and svg.suffix.lower() != ".svg":
+    if svg is not None and svg.suffix.lower() not in ("", ".svg"):
         raise common.OptionError(f"--svg is {svg}: the picture is SVG, want a name ending in .svg")
     common.parse_budget(tree_budget, auto=False)
     params = SamplingParams(max_tokens=None, **sampling.for_params())
@@ -296,4 +296,5 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(status)
 
     common.prepare_streams()
+    common.drop_bad_sizes()
     common.errors_in_one_line(run)()

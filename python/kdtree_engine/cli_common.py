@@ -19,7 +19,7 @@ from rich.progress import (
     Progress,
     TextColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 
 from kdtree_engine import checks
 from kdtree_engine.sampling_params import MAX_BUDGET, METHODS, SpeculativeConfig
@@ -108,7 +108,6 @@ class OptionError(ValueError):
 def prepare_streams() -> None:
     """Makes sure that both output streams are there, and replace what their encoding lacks.
 
-    Sizes of the terminal in the environment that are no sizes are dropped, before rich uses them.
     Ends the process when standard output is closed, as there is nobody to work for.
     """
 
@@ -119,9 +118,6 @@ def prepare_streams() -> None:
         return "".join(_ASCII.get(c, "?") for c in missing), error.end
 
     codecs.register_error("kdtree", replaced)
-    for size in ("COLUMNS", "LINES"):
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get(size, "")):
-            os.environ.pop(size, None)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -130,6 +126,13 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="kdtree")
+
+
+def drop_bad_sizes() -> None:
+    """Takes a terminal's size from the environment that is none, before rich uses it."""
+    for size in ("COLUMNS", "LINES"):
+        if not re.fullmatch("[1-9][0-9]{0,5}", os.environ.get(size, "")):
+            os.environ.pop(size, None)
 
 
 def _complain(text: str) -> None:
@@ -167,7 +170,8 @@ def usage_error(error: Any) -> OptionError:
             option = error.param.opts[0]
             return OptionError(f"{option} is {checks.shown(fault['input'])}, want {want}")
     text = error.format_message().removesuffix(".")
-    if text.startswith("Got unexpected extra argument"):
+    takes_text = error.ctx and any(p.name == "prompt" for p in error.ctx.command.params)
+    if takes_text and "extra argument" in text:
         text += ": text of several words needs quotes"
     help_of = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
     return OptionError(f"{text[:1].lower()}{text[1:]}{help_of}")
@@ -230,37 +234,33 @@ def stdout_console() -> Console:
 def print_table(table: Table, console: Console | None = None) -> None:
     """Prints a table of which nothing is cut.
 
-    Where its columns are too wide for the console, they stand closer and fold: headers anywhere,
-    cells at spaces and in words of more than 24 characters. Where even that is too wide, the lines
-    are longer than the console's.
+    Where it is too wide for the console, its columns stand closer and fold at spaces, and in words
+    of more than 24 characters. Where even that is too wide, lines are longer than the console's.
     """
     console = console or stdout_console()
     endless = console.options.update(max_width=_WIDEST)
-    width = own_width = console.width
-
-    def goals_of(column: Column) -> list[int]:
-        """Widths for the words of the cells, those of the header too, and whole cells."""
-        shown = [column.header if table.show_header else "", *column.cells]
-        sizes = [Measurement.get(console, endless, cell) for cell in shown]
-        whole = max(size.maximum for size in sizes)
-        words = [min(_LONG_WORD, size.minimum) for size in sizes]
-        return [whole] * 3 if column.no_wrap else [max(1, *words[1:]), max(words), whole]
-
-    if Measurement.get(console, endless, table).maximum > own_width:
+    width = console.width
+    if Measurement.get(console, endless, table).maximum > width:
         table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, 0
-        goals = [(column, goals_of(column)) for column in table.columns]
-        goals.sort(key=lambda goal: goal[0].justify != "right")  # numbers fold last
-        spare = own_width - sum(least for _, (least, _, _) in goals) - len(goals) + 1
-        width = max(own_width, own_width - spare)
-        for step in (1, 2):
-            for _, goal in goals:
-                more = max(0, min(spare, goal[step] - goal[0]))
-                goal[0], spare = goal[0] + more, spare - more
-        for column, (fitting, _, _) in goals:
-            column.width, column.overflow = fitting, "fold"
-    console.width = width
+        spare = width - len(table.columns) + 1
+        wanted = []
+        for column in table.columns:
+            column.overflow = "fold"
+            header = [column.header] if table.show_header else []
+            sizes = [Measurement.get(console, endless, cell) for cell in [*header, *column.cells]]
+            whole = max((size.maximum for size in sizes), default=1)
+            words = max((min(_LONG_WORD, size.minimum) for size in sizes), default=1)
+            column.width = whole if column.no_wrap else words
+            wanted.append(whole - column.width)
+            spare -= column.width
+        console.width = width - min(0, spare)
+        columns = zip(table.columns, wanted, strict=True)
+        for column, more in sorted(columns, key=lambda c: c[0].justify != "right"):  # numbers first
+            more = max(0, min(spare, more))
+            column.width = (column.width or 0) + more
+            spare -= more
     console.print(table)
-    console.width = own_width
+    console.width = width
 
 
 def stderr_console() -> Console:

@@ -110,8 +110,10 @@ def print_tree(drawn: Drawing, console: Console) -> None:
     branches[drawn.accepted[-1]].add(bonus)
     # A deep node is not cut where the terminal is narrower than that.
     endless = console.options.update(max_width=1_000_000)
-    console.width = max(console.width, Measurement.get(console, endless, root).minimum)
+    width = console.width
+    console.width = max(width, Measurement.get(console, endless, root).minimum)
     console.print(root)
+    console.width = width
     legend = LEGEND + _NOISE * drawn.sampled
     console.print(Text(legend, style="dim"), soft_wrap=True)
     console.print(Text(drawn.caption), soft_wrap=True)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kdtree_engine.reference import sampling
 from kdtree_engine.reference.sampling import Noise, _mix, add_noise, distribution, draw
 from kdtree_engine.reference.topk import argmax
 
@@ -208,7 +209,13 @@ def test_the_generator_is_splitmix64():
     ]  # fmt: skip
 
 
-def test_numbers_have_53_bits_and_depend_on_seed_and_position():
+def test_noise_is_finite(monkeypatch):
+    for word in (0, 2**64 - 1):
+        monkeypatch.setattr(sampling, "_mix", lambda x, word=word: word)
+        assert np.isfinite(Noise(0, 0).gumbel([0])).all() and 0 <= Noise(0, 0).uniform() < 1
+
+
+def test_numbers_depend_on_seed_and_position():
     key = _mix((_mix(3) + 5 * 0x9E3779B97F4A7C15) % 2**64)
     assert uniform(3, 5) == (key >> 11) / 2**53
     u = ((_mix((key + 8 * 0x9E3779B97F4A7C15) % 2**64) >> 12) + 0.5) / 2**52

@@ -138,11 +138,14 @@ def test_logits_are_those_of_one_rank_up_to_the_rounding_of_split_sums(
 def test_batches_on_several_ranks(group: tuple[str, Any]) -> None:
     _, engine = group
     prompts = prompts_of(engine, (5, 33, 64, 12), seed=9)
-    expected = [tokens_of(engine, p, method="none") for p in prompts]
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 1}] * 2
+    expected = [
+        tokens_of(engine, p, method="none", **s) for p, s in zip(prompts, settings, strict=True)
+    ]
     methods = ["ddtree", "none", "dflash", "ddtree"]
     ids = [
-        engine.add_request(p, _core.RequestOptions(max_tokens=48, ignore_eos=True, method=m))
-        for p, m in zip(prompts, methods, strict=True)
+        engine.add_request(p, _core.RequestOptions(max_tokens=48, ignore_eos=True, method=m, **s))
+        for p, m, s in zip(prompts, methods, settings, strict=True)
     ]
     got: dict[int, list[int]] = {i: [] for i in ids}
     while engine.has_unfinished():

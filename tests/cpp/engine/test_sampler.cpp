@@ -148,6 +148,8 @@ KDT_TEST(options_out_of_range_are_named) {
   EXPECT_THROWS("top_k is -1;", check_sampling({.top_k = -1}));
   EXPECT_THROWS("top_p is 0;", check_sampling({.top_p = 0}));
   EXPECT_THROWS("top_p is nan;", check_sampling({.top_p = nan}));
+  EXPECT_THROWS("top_p is 1.0000000000000002;",
+                check_sampling({.top_p = std::nextafter(1.0, 2.0)}));
   EXPECT_THROWS("min_p is 1.5;", check_sampling({.min_p = 1.5}));
   EXPECT_THROWS("seed is -3;", check_sampling({.seed = -3}));
   check_sampling({.temperature = 0, .top_k = 5, .top_p = 0.5, .min_p = 0.5, .seed = 5});
